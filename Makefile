@@ -8,7 +8,7 @@ CONFIG ?= configs/local.yaml
 # Local wheels, where a machine has them, hold the CPU build of torch; elsewhere uv knows where it is.
 TORCH := $(if $(PIP_FIND_LINKS),$(foreach link,$(PIP_FIND_LINKS),--find-links $(link)),--torch-backend=cpu)
 
-.PHONY: help install serve configs test test-all pytest test-batcher service-tests tests-beside lint format check-vllm bench-batcher bench-serve bench-goals bench-batches bench-batches-live bench-fleet bench-plan bench-turns bench-adapters bench-driver bench-attacks bench-gpu soak clean
+.PHONY: help install serve configs test test-all pytest test-batcher service-tests tests-beside lint format check-vllm bench-batcher bench-serve bench-beside bench-batches bench-batches-live bench-batches-order bench-fleet bench-plan bench-turns bench-adapters bench-driver bench-attacks bench-gpu soak clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -85,14 +85,17 @@ bench-batcher: install .venv/bench ## Measure the batcher beside others; ARGS="-
 bench-serve: install .venv/bench ## Measure the service beside others; ARGS="--quick", ARGS="--help".
 	@$(BIN)/python -m tests.benchmarks.serve $(ARGS)
 
-bench-goals: install .venv/bench ## Measure live traffic beside batch work; ARGS="--help".
-	@$(BIN)/python -m tests.benchmarks.goals $(ARGS)
+bench-beside: install .venv/bench ## Measure live traffic beside batch rows on simulated devices; ARGS="--help".
+	@$(BIN)/python -m tests.benchmarks.beside $(ARGS)
 
 bench-batches: install ## Measure the batch API under its largest files; ARGS="--help".
 	@$(BIN)/python -m tests.benchmarks.batches $(ARGS)
 
 bench-batches-live: install ## Measure the batch API of a real service beside the driver and live traffic; ARGS="--help".
 	@$(BIN)/python -m tests.benchmarks.batches.live $(ARGS)
+
+bench-batches-order: install ## Measure batches whose rows share prefixes, in virtual time; ARGS="--help".
+	@$(BIN)/python -m tests.benchmarks.batches.order $(ARGS)
 
 bench-fleet: install ## Measure a fleet of simulated engines on this machine; ARGS="--help".
 	@$(BIN)/python -m tests.benchmarks.fleet $(ARGS)

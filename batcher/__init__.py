@@ -9,7 +9,6 @@ from batcher.continuous import Slot as Slot
 from batcher.continuous import SlotOptions as SlotOptions
 from batcher.costs import CostEstimator as CostEstimator
 from batcher.costs import CostEstimatorFn as CostEstimatorFn
-from batcher.costs import OutputEstimator as OutputEstimator
 from batcher.costs import Prompt as Prompt
 from batcher.costs import TokenEstimator as TokenEstimator
 from batcher.costs import TokenEstimatorFn as TokenEstimatorFn
@@ -25,7 +24,6 @@ from batcher.errors import Expired as Expired
 from batcher.errors import Oversize as Oversize
 from batcher.errors import QueueFull as QueueFull
 from batcher.forming import Former as Former
-from batcher.goals import Goals as Goals
 from batcher.processing import InferenceFn as InferenceFn
 from batcher.processing import ProcessFn as ProcessFn
 from batcher.profiles import PROFILES as PROFILES

@@ -260,14 +260,18 @@ class Batcher(ABC, Generic[EntryT]):
                     self._again = True
         finally:
             self._deciding = False
-        # 5. The next deadline brings us back.
+        # 5. The next deadline, or another time at which records may start, brings us back.
         self._set_alarm()
         # 6. A stop ends when nothing is left.
         if self._ended is not None and not queue.total and not self._runs and not self._ended.done():
             self._ended.set_result(None)
 
+    def _next_alarm(self) -> float | None:
+        """Return the time by which a decision is due, whatever happens until then; None: there is none."""
+        return self._queue.next_deadline()
+
     def _set_alarm(self) -> None:
-        due = self._queue.next_deadline()
+        due = self._next_alarm()
         if due is not None and (self._alarm is None or due < self._alarm_at):
             if self._alarm is not None:
                 self._alarm.cancel()

@@ -10,16 +10,18 @@ from typing import Any, Literal, Protocol, Self, TypedDict, Unpack
 
 from batcher import checks
 from batcher.admission import RUNNING, STOPPING, UNKNOWN_WAIT_S, Batcher
-from batcher.costs import OutputEstimator, RecordT, whole_cost
+from batcher.costs import RecordT, whole_cost
 from batcher.entries import Entry, ResultT
 from batcher.errors import Aborted, Expired, Oversize
-from batcher.goals import BACKGROUND, Background, Goals
-from batcher.service_rate import Correction, ServiceRate
+from batcher.outputs import Answer, Outputs
+from batcher.service_rate import Correction
 from batcher.stats import RECENT, ContinuousStats, Load, Observation, Outcome
+from batcher.window import NOTHING, Claim, Part, Window
 
 STEPS = 2  # from the end of a record to the first of one let in then: one tells the end, the next is planned
 FIRST_OUTPUT = 64.0  # tokens that a record is expected to produce before one has ended
 OUTPUT_MEMORY = 1 - 1 / 64  # weight that a record keeps in the mean output when the next one ends
+ASK_S = 0.25  # seconds until slots that run are asked again for their tokens
 HOPELESS = 2.0  # a wait that is estimated as so many times what a deadline leaves is not begun
 
 
@@ -55,10 +57,10 @@ class Slot(Entry[None]):
     # As given to `ContinuousBatcher.slot`; `cost` is what it holds of the capacity now.
     prompt_tokens: int | None = None
     max_tokens: int | None = None
-    arrived_at: float | None = None
     needs: tuple[str, ...] = ()
     held: tuple[str, ...] = ()  # the needs that it has taken, and not given back
     running: bool = False  # whether it is in the window
+    promoted: bool = False  # a background slot that waited too long and was started as foreground
     started_at: float = math.inf  # time of its start; infinite before
     waited_s: float = 0.0  # seconds from submission to start
     first_at: float = 0.0  # time of its first token, 0 before
@@ -67,6 +69,11 @@ class Slot(Entry[None]):
     corrected: bool = False
     owner: asyncio.Task[Any] | None = None  # the task that holds it
     _batcher: "ContinuousBatcher"
+    _part: Part  # the part of the window in which it runs, or has run
+    _claim: Claim  # what it claims there; `cost` is its mean
+    _answer: Answer | None = None  # if its output is estimated
+    _outgrown: float = math.inf  # output tokens from which on it claims something else
+    _produced: Callable[[], int] | None = None  # see `follow`
 
     async def enter(self) -> Self:
         """Return once the slot runs or is in the queue; it waits outside while the queue is full.
@@ -174,42 +181,42 @@ class Slot(Entry[None]):
             return
         batcher, queue, before = self._batcher, self._batcher._queue, self.cost
         self.prompt_tokens, self.max_tokens = prompt_tokens, max_tokens
-        reserved = batcher._reserved(max_tokens, self.records, self.output_tokens)
-        cost = prompt_tokens + max(self.output_tokens, reserved)
-        begins = not self.corrected
+        batcher._resize(self)
+        cost, begins = self.cost, not self.corrected
         if begins:
             self.corrected = True
-            batcher._starting -= 1
-            batcher._correction.learn(before, cost)
+            self._part.starting -= 1
+            batcher._correction.learn(self.charged or before, cost)
         if self.charged:
             queue.settle(self, self.charged, cost or 1)
             self.charged = cost or 1
-        batcher._resize(self, cost)
         if (cost < before or begins) and queue.total:
             batcher._decide()
 
     def first_token(self) -> None:
-        """Tell that the first token is there: for the statistics, and for goals to be held against."""
+        """Tell that the first token is there, for the statistics."""
         batcher = self._batcher
         if self.running and not self.first_at:
             self.first_at = batcher._clock()
             batcher._recorder.ttfts_s.append(self.first_at - self.submitted_at)
-            if self.priority < batcher._background.priority:
-                arrived_at = self.submitted_at if self.arrived_at is None else self.arrived_at
-                batcher._background.first_token(self.first_at - arrived_at)
 
     def report(self, output_tokens: int) -> None:
         """Tell how many tokens the slot's records have produced in all, not since the last report.
 
-        With `max_utilization` one that outgrows what was reserved for it reserves more, even beyond the
-        capacity: nothing new starts until the window has space again.
+        With `max_utilization`, what a background slot reserves follows. A slot that outgrows the most that it
+        may produce reserves more, even beyond the capacity: nothing new starts until there is space again.
         """
         checks.whole("output_tokens", output_tokens, 0)
         self.output_tokens = output_tokens
-        batcher, prompt, most = self._batcher, self.prompt_tokens, self.max_tokens
-        if self.running and prompt is not None and most is not None and prompt + output_tokens > self.cost:
-            reserved = batcher._reserved(most, self.records, output_tokens)
-            batcher._resize(self, prompt + max(output_tokens, reserved))
+        if output_tokens >= self._outgrown and self.running:
+            self._batcher._resize(self)
+
+    def follow(self, produced: Callable[[], int]) -> None:
+        """Have the batcher ask how many tokens the records have produced, where nobody reports them.
+
+        With `max_utilization` it asks a few times per second, while records wait.
+        """
+        self._produced = produced
 
 
 class SlotOptions(TypedDict, total=False):
@@ -222,7 +229,6 @@ class SlotOptions(TypedDict, total=False):
     prompt_tokens: int | None
     max_tokens: int | None
     records: int
-    arrived_at: float | None
     needs: tuple[str, ...]
 
 
@@ -242,16 +248,18 @@ class ContinuousBatcher(Batcher[Slot]):
         places: Records in one step of the engine, which queues what is beyond. So many run, and as many wait
             there as end until others could come: so no place stays empty. None: there is no such limit.
         max_queue_size, max_queue_cost: Records, and cost, that may wait, see the README; None: no bound.
-        policy: A record that names its tokens reserves, by "guaranteed_no_evict", the most it may use; by
-            "max_utilization", what finished ones lead to expect, corrected by `Slot.report`.
+        policy: A record that names its tokens reserves, by "guaranteed_no_evict", the most it may use. By
+            "max_utilization" background records together reserve what answers of their tenants lead to
+            expect, see the README; all records do so if there is no background.
         oversize: A record that costs more than the capacity: "reject" refuses it, "alone" runs it by itself.
-        priority_aging_s, tenant_weights: See `RequestQueue`.
-        goals: Goals of the tiers before `background`: the others run as far as these allow, and leave space
-            for them. They take calls of `step` and `Slot.first_token`. None: all tiers share the window.
-        background: The priority from which on records are background, where there are goals.
+        priority_aging_s, tenant_weights: See `RequestQueue`; the former is also how long the foreground may
+            keep the background from starting.
+        background: The priority from which on records are background: the engine makes them give way, so
+            all other records, the foreground, start as if none ran. See the README. None: none gives way.
         lanes: Owner of what records need beside cost, see `Lanes`; None: no record has needs.
-        max_starting: Slots that run and are not corrected yet, at most: what is done before the exact cost is
-            known goes in the order of the queue too. None: no such limit; slots need no correction.
+        max_starting: Slots that run and are not corrected yet, at most, of foreground and background each:
+            what is done before the exact cost is known goes in the order of the queue too. None: no limit;
+            slots need no correction.
         clock: Returns the time in seconds, which never goes back; deadlines are on it.
     """
 
@@ -269,34 +277,35 @@ class ContinuousBatcher(Batcher[Slot]):
         oversize: Literal["reject", "alone"] = "reject",
         priority_aging_s: float | None = 10.0,
         tenant_weights: Mapping[str, float] | None = None,
-        goals: Goals | None = None,
-        background: int = BACKGROUND,
+        background: int | None = None,
         lanes: Lanes | None = None,
         max_starting: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         checks.whole("places", places, 1, optional=True)
         checks.whole("max_starting", max_starting, 1, optional=True)
-        checks.whole("background", background, -checks.PRIORITIES, checks.PRIORITIES)
         checks.one_of("policy", policy, ("guaranteed_no_evict", "max_utilization"))
         checks.one_of("oversize", oversize, ("reject", "alone"))
-        apart = None if goals is None else background
-        super().__init__(max_queue_size, max_queue_cost, priority_aging_s, tenant_weights, clock, apart)
+        super().__init__(max_queue_size, max_queue_cost, priority_aging_s, tenant_weights, clock, background)
         self._places = sys.maxsize if places is None else places
         self._alone = oversize == "alone"
-        self._background = Background(goals, background, clock)
-        self._outputs = OutputEstimator() if policy == "max_utilization" else None
-        self._rate = ServiceRate()
-        self._background_rate = ServiceRate()
+        self._background = (
+            sys.maxsize if background is None else background
+        )  # the first priority of the background
+        self._window = Window()
+        self._promoted = 0  # slots that were promoted so far
+        # When a background record has started last, or begun to wait while no other did.
+        self._background_at = math.inf if background is None else -math.inf
+        self._patience_s = math.inf if priority_aging_s is None else priority_aging_s
+        self._outputs = Outputs() if policy == "max_utilization" else None
+        self._ask_at = -math.inf  # when slots that run are asked again for their tokens
         self._correction = Correction()
         self._lanes = lanes
         self._max_starting = sys.maxsize if max_starting is None else max_starting
-        self._starting = 0  # slots that run and are not corrected yet
         # Records that have ended, and what they produced; the latest weigh most.
         self._ended_records, self._ended_tokens = 1.0, FIRST_OUTPUT
         self._tasks: dict[asyncio.Task[Any], Slot] = {}  # those of `submit`
-        # When a pause will end, by estimate, and the records and the cost that ran when it began.
-        self._pause: tuple[float, int, int] | None = None
+        self._pause: float | None = None  # when it will end, by estimate
         self.set_capacity(capacity, max_running)
 
     @property
@@ -305,14 +314,17 @@ class ContinuousBatcher(Batcher[Slot]):
         now = self._clock()
         return ContinuousStats(
             **self._common_stats(now),
-            running=self._background.total,
-            running_cost=self._background.total_cost,
-            capacity=self._capacity,
+            running=self._window.records,
+            running_cost=self._window.cost,
+            capacity=self._window.capacity,
             max_running=None if self._regular == sys.maxsize else self._regular,
             outside_cost=self._queue.outside_cost,
             correction=self._correction.ratio,
+            background_running=self._window.background.records,
+            background_cost=self._window.background.cost,
+            total_promoted=self._promoted,
+            caution=self._window.caution(now),
             **self._recorder.window(now),  # type: ignore[arg-type]
-            **self._background.stats(),  # type: ignore[arg-type]
         )
 
     def slot(
@@ -326,7 +338,6 @@ class ContinuousBatcher(Batcher[Slot]):
         max_tokens: int | None = None,
         timeout: float | None = None,
         records: int = 1,
-        arrived_at: float | None = None,
         needs: tuple[str, ...] = (),
     ) -> Slot:
         """Return the place of one record; `async with` waits for space in the queue, and for its start.
@@ -340,7 +351,6 @@ class ContinuousBatcher(Batcher[Slot]):
             deadline, timeout: Time on `clock` by which it must have started; the same in seconds from now.
             prompt_tokens, max_tokens: Tokens of the prompt, and the most that may be produced.
             records: Records that start together in this slot; places, cost and tokens are of all of them.
-            arrived_at: Time on `clock` from which its TTFT counts for goals; None: its submission.
             needs: What the slot needs of `lanes`, once whatever its records.
 
         Raises:
@@ -353,19 +363,19 @@ class ContinuousBatcher(Batcher[Slot]):
             prompt_tokens = whole_cost("prompt_tokens", prompt_tokens)
             max_tokens = whole_cost("max_tokens", max_tokens)
             checks.whole("records", records, 1)
-            cost = prompt_tokens + self._reserved(max_tokens, records)
+            cost = prompt_tokens + max_tokens
         elif cost is None or prompt_tokens is not None or max_tokens is not None:
             raise ValueError("give either cost, or both prompt_tokens and max_tokens")
         # It is a future only once it has to wait.
         slot = Slot(None, cost, priority, tenant, deadline, records, withdraw=self._withdraw)
         if timeout is not None:
             slot.deadline = self._deadline(deadline, timeout, self._clock(), records)
-        if arrived_at is not None:
-            checks.instant("arrived_at", arrived_at)
-            slot.arrived_at = arrived_at
         slot._batcher = self
-        if prompt_tokens is not None:
+        if prompt_tokens is not None and max_tokens is not None:
             slot.prompt_tokens, slot.max_tokens = prompt_tokens, max_tokens
+            if self._outputs is not None and self._is_estimated(slot, priority >= self._background):
+                length = self._outputs.foresee(tenant, -(-max_tokens // records)).mean
+                slot.cost = prompt_tokens + min(max_tokens, math.ceil(records * length))
         if needs:
             if self._lanes is None:
                 raise ValueError("needs are for a batcher that was made with lanes")
@@ -440,29 +450,26 @@ class ContinuousBatcher(Batcher[Slot]):
         self._queue.set_max_size(max_queue_size)
         self._decide()
 
-    def set_goals(self, goals: Goals) -> None:
-        """Change the goals, also while records run; ValueError if the batcher was made without any."""
-        if self._background.goals is None:
-            raise ValueError("the batcher was made without goals")
-        self._background.goals = goals
-
     @property
     def load(self) -> Load:
         """What runs and waits at this moment."""
         queue = self._queue
         tier = queue.first_priority() or 0
-        return Load(self._background.total, queue.total, queue.total_cost, tier, queue.next_deadline())
+        return Load(self._window.records, queue.total, queue.total_cost, tier, queue.next_deadline())
 
-    def step(self, seconds: float) -> None:
-        """Take in how many seconds a step of the engine took, for goals."""
-        checks.seconds("seconds", seconds)
-        if self._background.step(seconds) and self._queue.total:
-            self._decide()
+    def overcommitted(self, records: int = 1) -> None:
+        """Take in that the engine has preempted records because its memory was full.
+
+        With `max_utilization`, less starts for some minutes: after a preemption of a quarter of what runs, no
+        more than with `guaranteed_no_evict`. Call it once for all records of a step of the engine.
+        """
+        checks.whole("records", records, 1)
+        self._window.overcommitted(records, self._clock())
 
     @property
     def capacity(self) -> int:
         """Cost that may run at once."""
-        return self._capacity
+        return self._window.capacity
 
     def set_capacity(self, capacity: int, max_running: int | EllipsisType | None = ...) -> None:
         """Change what may run at once, also while records run; without `max_running` that bound stays.
@@ -474,7 +481,7 @@ class ContinuousBatcher(Batcher[Slot]):
             checks.whole("max_running", max_running, 1, optional=True)
             self._max_running = sys.maxsize if max_running is None else max_running
         self._abandon_closed_loop()
-        self._capacity = capacity
+        self._window.capacity = capacity
         self._bound()
         self._count_time(self._clock())
         for slot in list(self._queue):
@@ -490,34 +497,34 @@ class ContinuousBatcher(Batcher[Slot]):
         what waits then, as with `drain=False`; one that is under way does so at once.
         """
         checks.seconds("seconds", seconds)
-        _, records, cost = self._pause or (0.0, self._background.total, self._background.total_cost)
-        self._pause = (self._clock() + seconds, records, cost)
+        if self._pause is None:
+            for part in (self._window.foreground, self._window.background):
+                part.usual = part.records, part.cost
+        self._pause = self._clock() + seconds
         self._decide()
 
     def resume(self) -> None:
         """Start records again."""
         self._pause = None
+        self._window.foreground.usual = self._window.background.usual = (0, 0)
         self._decide()
 
     def estimate_wait(
         self, cost: int, priority: int = 0, tenant: str | None = None, *, records: int = 1
     ) -> float:
+        window, now = self._window, self._clock()
         before, ahead = self._queue.ahead(priority, tenant)
-        background, rate, now = self._background, self._rate, self._clock()
-        until, usual, usual_cost = self._pause or (now, 0, 0)
-        # Running records end in a pause; afterwards as much runs as before it.
-        running, running_cost = max(background.total, usual), max(background.total_cost, usual_cost)
-        places, free = self._most - background.total, self._capacity - background.total_cost
-        if priority >= background.priority:
-            most, most_cost = background.places(self._capacity, self._regular)
-            running, running_cost, rate = background.running, background.cost, self._background_rate
-            places, free = min(places, most - running), min(free, most_cost - running_cost)
+        # What runs in the foreground is not in the way of a background record as long as it stays as much:
+        # the background passes its places on. With none of it inside, the foreground must leave first.
+        behind = priority >= self._background
+        part = window.part(behind and any(window.background.inside))
+        places, free = window.left(behind, now)
         # The records before them in the queue are served first, but for those that free space takes.
         before -= max(places, 0) - records
         cost_before = ahead * self._correction.ratio + cost - max(free, 0)
-        wait = rate.time_to_serve(before, cost_before, running, running_cost)
+        wait = part.rate.time_to_serve(before, cost_before, *part.inside)
         # A pause that lasts longer than was told may end at any time.
-        rest = max(0.0, until - now) or (UNKNOWN_WAIT_S if self._pause else 0.0)
+        rest = 0.0 if self._pause is None else max(0.0, self._pause - now) or UNKNOWN_WAIT_S
         return rest + (UNKNOWN_WAIT_S if wait is None else wait)
 
     def _bound(self) -> None:
@@ -525,36 +532,70 @@ class ContinuousBatcher(Batcher[Slot]):
         # A record stays a step per token, so by Little's law `places / mean output` of them end in a step.
         ending = STEPS * self._places * self._ended_records / self._ended_tokens
         self._regular = min(self._max_running, self._places)
-        self._most = min(self._max_running, self._places + min(self._places, math.ceil(ending)))
+        standby = min(self._places, math.ceil(ending))
+        self._window.most_records = min(self._max_running, self._places + standby)
 
     def _oversize(self, slot: Slot) -> Oversize | None:
-        if slot.cost > self._capacity and not self._alone:
-            return Oversize(slot.cost, self._capacity)
+        if slot.cost > self._window.capacity and not self._alone:
+            return Oversize(slot.cost, self._window.capacity)
         if slot.records > self._regular:
             what = "max_running" if self._regular == self._max_running else "places"
             return Oversize(slot.records, self._regular, what)
         return None
 
-    def _fits(self, slot: Slot) -> bool:
-        cost, records = self._background.total_cost + slot.cost, self._background.total + slot.records
-        beside = cost <= self._capacity and records <= self._most
-        return self._pause is None and (beside or not self._runs) and self._starting < self._max_starting
+    def _claim(self, slot: Slot, background: bool) -> Claim:
+        """Return what a slot claims, as one of the background or of the foreground."""
+        prompt, most, n = slot.prompt_tokens, slot.max_tokens, slot.records
+        if prompt is None or most is None:
+            return Claim(slot.cost, slot.cost)
+        slot._outgrown = max(most, slot.output_tokens) + 1
+        bound = prompt + max(most, slot.output_tokens)
+        if self._outputs is None or not self._is_estimated(slot, background):
+            return Claim(bound, bound)
+        each, so_far = -(-most // n), slot.output_tokens // n
+        if slot._answer is None:
+            forecast = self._outputs.foresee(slot.tenant, each)
+        else:
+            slot._outgrown = min(slot._outgrown, n * slot._answer.reach(so_far))
+            forecast = slot._answer.foresee(each)
+        return Claim.of(forecast, prompt, n, so_far, each)
 
-    def _held_back(self, slot: Slot) -> bool:
-        """Return whether a slot is of the background and must leave space for the foreground."""
-        background, most = self._background, (self._capacity, self._regular)
-        return slot.priority >= background.priority and not background.admits(slot.cost, slot.records, *most)
+    def _is_estimated(self, slot: Slot, background: bool) -> bool:
+        """Return whether a slot claims what is to be expected of it, instead of the most."""
+        return slot.prompt_tokens is not None and (background or self._background == sys.maxsize)
 
-    def _reserved(self, max_tokens: int, records: int, so_far: int = 0) -> int:
-        """Return the tokens to reserve for the output of some records together."""
-        if self._outputs is None:
-            return max_tokens
-        return min(max_tokens, records * self._outputs.expect(-(-max_tokens // records), so_far // records))
+    def _fits(self, slot: Slot, background: bool) -> Claim | None:
+        """Return what a slot claims that may start now, as one of the background or of the foreground."""
+        window = self._window
+        if self._pause is not None or window.part(background).starting >= self._max_starting:
+            return None
+        claim = self._claim(slot, background)
+        return claim if window.fits(slot.records, claim, background, self._clock()) else None
 
-    def _resize(self, slot: Slot, cost: int) -> None:
-        """Take in that a running slot holds another cost."""
-        self._background.grow(slot.priority, cost - slot.cost)
-        slot.cost = cost
+    def _overdue(self) -> bool:
+        """Return whether the foreground has kept the background from starting for too long."""
+        if self._clock() < self._background_at + self._patience_s or not self._background_waits():
+            return False
+        # Background records that only wait for each other take turns by themselves.
+        first = self._queue.first_priority()
+        return self._window.foreground.records > 0 or (first is not None and first < self._background)
+
+    def _background_waits(self) -> bool:
+        last = self._queue.last_priority()
+        return last is not None and last >= self._background
+
+    def _next_alarm(self) -> float | None:
+        deadline, due = super()._next_alarm(), self._background_at + self._patience_s
+        # What is overdue already starts as soon as something ends.
+        if not self._clock() < due < math.inf or not self._background_waits():
+            return deadline
+        return due if deadline is None else min(deadline, due)
+
+    def _resize(self, slot: Slot) -> None:
+        """Take in that a running slot may claim something else."""
+        claim = self._claim(slot, slot._part is self._window.background)
+        slot._part.claim(claim, slot._claim)
+        slot._claim, slot.cost = claim, claim.cost
         self._count_time(self._clock())
 
     def _take(self, slot: Slot) -> bool:
@@ -587,58 +628,90 @@ class ContinuousBatcher(Batcher[Slot]):
         now = slot.submitted_at = self._clock()
         if slot.deadline is not None:
             self._deadline(slot.deadline, None, now, slot.records)
-        if not self._queue.total and not slot.needs and self._fits(slot) and not self._held_back(slot):
+        background = slot.priority >= self._background
+        if not self._queue.total and not slot.needs and (claim := self._fits(slot, background)):
             self._queue.pass_by(slot)
-            self._begin(slot)
+            self._begin(slot, background, claim)
             return
-        if slot.deadline is not None and self._rate.known:
+        known = self._window.part(background).rate.known
+        if slot.deadline is not None and known:
             wait_s = self.estimate_wait(slot.cost, slot.priority, slot.tenant, records=slot.records)
             if wait_s > HOPELESS * (slot.deadline - now):
                 self._recorder.total_rejected += slot.records
                 raise Expired(f"the record could not start for about {wait_s:.1f} s, after its deadline")
         asyncio.Future.__init__(slot, loop=self._loop)
+        first = background and not self._background_waits()
+        if first:
+            self._background_at = max(self._background_at, now)
         # One that doesn't fit changes nothing: if it is the first now, what follows waits behind it.
-        if not self._queue.put(slot, slot.needs) or self._fits(slot):
+        if not self._queue.put(slot, slot.needs) or self._fits(slot, background):
             self._enter(slot, wait)
-        elif slot.deadline is not None:
+        elif slot.deadline is not None or first:
             self._set_alarm()
 
     def _start_ready(self) -> None:
-        """Start the slots whose turn it is, as long as they fit; the background may be passed."""
+        """Start the slots whose turn it is, as long as they fit; the foreground may pass the background."""
         queue = self._queue
         if self._pause is not None and self._state == STOPPING:
             self._refuse_all()  # a stop doesn't wait for the end of a pause
+        if self._outputs is not None and queue.total and self._clock() >= self._ask_at:
+            self._ask()
         while queue.total:
-            slot = queue.head()
-            if slot is not None and self._held_back(slot):
-                slot = queue.head(before=self._background.priority)
-            if slot is None or not self._fits(slot):
+            slot = queue.head(since=self._background) if self._overdue() else None
+            overdue = slot is not None
+            slot = slot or queue.head()
+            background = slot is not None and slot.priority >= self._background
+            claim = slot and self._fits(slot, background)
+            if background and not claim:
+                background = False
+                if not overdue:
+                    slot = queue.head(before=self._background)
+                claim = slot and self._fits(slot, False)
+            # An overdue one is waited for as long as it doesn't fit beside the foreground either.
+            if not slot or not claim:
                 return
             if slot.needs and not self._take(slot):
                 continue
             queue.pick(slot)
             slot.charged = slot.cost or 1
-            self._begin(slot)
+            self._begin(slot, background, claim)
             slot.set_result(None)
+
+    def _ask(self) -> None:
+        """Ask slots that run how many tokens they have."""
+        self._ask_at = self._clock() + ASK_S
+        for slot in self._runs:
+            if slot._answer is not None and slot._produced is not None:
+                slot.report(max(slot.output_tokens, slot._produced()))
 
     def _end_wishes(self) -> None:
         for need in self._queue.end_wishes():
             if self._lanes is not None and self._lanes.unwanted(need):
                 self._queue.reopen()
 
-    def _begin(self, slot: Slot) -> None:
+    def _begin(self, slot: Slot, background: bool, claim: Claim) -> None:
         now = slot.started_at = self._clock()
         slot.waited_s = now - slot.submitted_at
         slot.running = True
-        self._starting += 1
+        if slot.priority >= self._background:
+            self._background_at = now
+            slot.promoted = not background
+            self._promoted += slot.promoted
+        part = slot._part = self._window.part(background)
+        if self._outputs is not None and self._is_estimated(slot, background):
+            slot._answer = self._outputs.begin(slot.tenant)
+            claim = self._claim(slot, background)
+        slot._claim = claim
+        slot.cost = claim.cost
+        part.claim(claim, NOTHING)
+        part.records += slot.records
+        part.starting += 1
         self._runs.add(slot)
-        prompt = slot.cost if slot.prompt_tokens is None else slot.prompt_tokens
-        self._background.begin(slot.priority, slot.cost, slot.records, prompt)
         self._count_time(now)
 
     def _count_time(self, now: float) -> None:
         """Take in that the share of the capacity in use has changed."""
-        self._recorder.switch(bool(self._runs), now, self._background.total_cost / self._capacity)
+        self._recorder.switch(bool(self._runs), now, self._window.cost / self._window.capacity)
 
     def _leave(self, slot: Slot, error: BaseException | None) -> None:
         """Take a slot out, wherever it is, count how it ended, and learn from it."""
@@ -647,13 +720,14 @@ class ContinuousBatcher(Batcher[Slot]):
                 self._withdraw(slot)
             return
         now = self._clock()
-        background, recorder = self._background, self._recorder
+        part, recorder = slot._part, self._recorder
         records, tokens = slot.records, slot.output_tokens
         slot.running = False
         slot.owner = None
         self._runs.remove(slot)
-        self._starting -= not slot.corrected
-        background.grow(slot.priority, -slot.cost, -records)
+        part.starting -= not slot.corrected
+        part.records -= records
+        part.claim(NOTHING, slot._claim)
         if slot.held:
             held, slot.held = slot.held, ()
             self._give(held)
@@ -662,11 +736,11 @@ class ContinuousBatcher(Batcher[Slot]):
         waits = [slot.waited_s] if records == 1 else [slot.waited_s] * min(records, RECENT)
         recorder.ran(records, waits, run_s)
         recorder.output_tokens += tokens
-        self._rate.learn(slot.cost, run_s, records)
-        if slot.priority >= background.priority:
-            self._background_rate.learn(slot.cost, run_s, records)
-        elif slot.first_at and tokens > records:
-            background.answered((now - slot.first_at) / (tokens / records - 1))
+        part.rate.learn(slot.cost, run_s, records)
+        if (answer := slot._answer) is not None and slot.max_tokens is not None:
+            # An answer that was cut short, or had to end, says only that it came so far.
+            ended = error is None and 0 < tokens < slot.max_tokens
+            (answer.end if ended else answer.reach)(tokens // records)
         used = slot.cost
         if slot.prompt_tokens is not None:
             used = slot.prompt_tokens + tokens
@@ -682,8 +756,6 @@ class ContinuousBatcher(Batcher[Slot]):
                 self._ended_records = self._ended_records * OUTPUT_MEMORY + records
                 self._ended_tokens = self._ended_tokens * OUTPUT_MEMORY + max(records, tokens)
                 self._bound()
-            if self._outputs is not None and tokens and slot.prompt_tokens is not None:
-                self._outputs.learn(tokens // records)
         elif isinstance(error, asyncio.CancelledError | GeneratorExit):
             outcome = "cancelled"
             recorder.total_cancelled += records
@@ -691,8 +763,8 @@ class ContinuousBatcher(Batcher[Slot]):
             recorder.total_failed += records
         if recorder.observations is not None:
             for number in range(records):
-                part = (used + number) // records  # whole parts, of which the sum is `used`
-                seen = Observation(slot.tenant, slot.priority, part, slot.waited_s, run_s, outcome)
+                each = (used + number) // records  # whole parts, of which the sum is `used`
+                seen = Observation(slot.tenant, slot.priority, each, slot.waited_s, run_s, outcome)
                 recorder.observations.records.append(seen)
         if self._queue.total or self._ended is not None:
             self._decide()

@@ -60,37 +60,3 @@ def cost_of(estimator: CostEstimatorFn[Any] | None, methods: Iterable[str], defa
         if callable(method := getattr(record, name, None)):
             return whole_cost(f"{name}()'s result", method())
     return default
-
-
-class OutputEstimator:
-    """Learns from finished requests how many tokens one will produce: E[length | length > so_far]."""
-
-    BUCKETS = 32
-    ENOUGH = 32  # requests to see first: the earliest to finish are the shortest, their mean is too low
-    MEMORY = 1024  # requests after which the past weighs half
-
-    def __init__(self) -> None:
-        # Requests by bucket, a power of two, and their tokens; bucket 0, that of no tokens, has all of them.
-        self._counts = [0.0] * self.BUCKETS
-        self._sums = [0.0] * self.BUCKETS
-
-    def learn(self, output_tokens: int) -> None:
-        """Take in the length of a finished request, in tokens."""
-        for bucket in {0, min(output_tokens.bit_length(), self.BUCKETS - 1)}:
-            self._counts[bucket] += 1
-            self._sums[bucket] += output_tokens
-        if self._counts[0] >= self.MEMORY:
-            self._counts = [count / 2 for count in self._counts]
-            self._sums = [total / 2 for total in self._sums]
-
-    def expect(self, max_tokens: int, so_far: int = 0) -> int:
-        """Return the tokens to reserve for a request that has produced `so_far`, of `max_tokens` at most."""
-        if self._counts[0] < self.ENOUGH:
-            return max_tokens
-        if so_far == 0:
-            return min(max_tokens, math.ceil(self._sums[0] / self._counts[0]))
-        first = min(so_far.bit_length(), self.BUCKETS - 1)
-        seen = sum(self._counts[first:])
-        mean = math.ceil(sum(self._sums[first:]) / seen) if seen else 0
-        # Beyond everything seen, double: few corrections, never more than twice too much.
-        return min(max_tokens, mean if mean > so_far else 2 * so_far)

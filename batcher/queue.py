@@ -100,6 +100,10 @@ class RequestQueue(Generic[EntryT]):
         """Return the most urgent tier in which records wait, for space too; None: there is none."""
         return min(self._tiers, default=None)
 
+    def last_priority(self) -> int | None:
+        """Return the least urgent tier in which records wait, for space too; None: there is none."""
+        return max(self._tiers, default=None)
+
     def ahead(self, priority: int, tenant: str | None = None) -> tuple[int, int]:
         """Return how many records go before one that comes now, and their cost; tenant None: all its tier.
 
@@ -258,16 +262,19 @@ class RequestQueue(Generic[EntryT]):
                 return name, int(most)
         return None
 
-    def head(self, before: int | None = None) -> EntryT | None:
-        """Return the entry whose turn it is, of the tiers before a priority or of all, without taking it.
+    def head(self, *, since: int | None = None, before: int | None = None) -> EntryT | None:
+        """Return the entry whose turn it is, without taking it; None: none waits that isn't passed by.
 
-        Entries whose need was refused are passed by.
+        Args:
+            since, before: The tiers to look at: from this priority on, and up to this one; None: no bound.
         """
         if self._deadlines:
             self._sweep()
         tiers: Collection[Tier] = self._tiers.values()
+        if since is not None:
+            tiers = [tier for tier in tiers if tier.turn[1] >= since]
         if before is not None:
-            tiers = [tier for priority, tier in self._tiers.items() if priority < before]
+            tiers = [tier for tier in tiers if tier.turn[1] < before]
         while tiers:
             tier = min(tiers, key=_by_turn)
             entry: EntryT | None = tier.first(self._refused)

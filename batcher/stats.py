@@ -82,9 +82,9 @@ class ContinuousStats(Stats):
     ttft_p50_s: float | None = None
     ttft_p99_s: float | None = None
     background_running: int = 0
-    background_window: int | None = None
-    goal_ttft_s: float | None = None
-    expected_ttft_s: float | None = None
+    background_cost: int = 0
+    total_promoted: int = 0
+    caution: float = 0.0
 
 
 def percentiles(samples: Iterable[float], points: Sequence[float]) -> list[float]:

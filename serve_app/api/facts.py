@@ -79,7 +79,6 @@ class Facts(PickledByName):
         output: Most tokens of each answer, as the request or the limit of the service states it; None: what
             is left of the context; 0: the route makes no tokens.
         runs: Whether the route runs the model at all; `/tokenize` does not.
-        beam: Whether the answers come from a beam search, whose width is `answers`.
         grammar: Whether the body names a field that may hold a grammar.
         stream: Whether the answer is asked for as a stream.
         model: The model that the body names; None: none.
@@ -96,7 +95,6 @@ class Facts(PickledByName):
     answers: int = 1
     output: int | None = None
     runs: bool = True
-    beam: bool = False
     grammar: bool = False
     stream: bool = False
     model: str | None = None
@@ -162,9 +160,6 @@ LENGTHS = {
     **dict.fromkeys(SPEECH, ("max_completion_tokens",)),
 }
 """Fields in which a route reads the most tokens of an answer; the first one that is stated counts."""
-
-BEAMS = {"/v1/chat/completions", CHAT_BATCH, "/v1/completions", *SPEECH}
-"""Routes that read `use_beam_search`."""
 
 WITHOUT_MODEL = {*TOKENIZING, "/v1/messages/count_tokens"}
 """Routes that run no model."""
@@ -271,7 +266,7 @@ class _OpenAIFields(BaseModel):
 
 _FALSE = (b"null", b"false", b"0", b"0.0", b"f", b"n", b"no", b"off")
 _TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-_FORM_FIELDS = ("model", "n", "use_beam_search", "stream", *LENGTHS[SPEECH[0]])
+_FORM_FIELDS = ("model", "n", "stream", *LENGTHS[SPEECH[0]])
 
 
 def inspect(
@@ -368,12 +363,11 @@ def _inspect_json(body: bytes, path: str, limits: Limits) -> Facts:
     # Pairs put the same text into several prompts.
     prompt = (size * facts.prompts if path in SCORE else size) + facts.prompts * TEMPLATE_TOKENS
     media = path != GENERATE and bool(_MEDIA.search(body) or _ESCAPED_LETTER.search(body))
-    text = b"".join([memoryview(content[name])[:MAX_BYTES] for name in PREFIX if name in content])
     return replace(
         facts,
         size=size,
         prompt=0 if not facts.runs else None if media else prompt,
-        prefix=prefix_hashes(text[:MAX_BYTES]),
+        prefix=_prefix(content),
         tokens=_estimate(size, facts.prompts * facts.answers, facts.output),
     )
 
@@ -424,7 +418,6 @@ def _read_openai(content: dict[str, msgspec.Raw], path: str, limits: Limits) -> 
         facts,
         # The items of the `input` of a response are messages of one conversation.
         prompts=1 if path == RESPONSES else prompts or 1,
-        beam=path in BEAMS and _is_true(content.get("use_beam_search")),
         stream=_is_true(content.get("stream")),
         grammar=any(name in content for name in GRAMMARS),
     )
@@ -671,7 +664,6 @@ def _inspect_form(body: bytes, content_type: str, model: str, path: str, limits:
         facts,
         size=len(body),
         prompt=None if facts.runs else 0,
-        beam=_is_true(values.get("use_beam_search")),
         stream=_is_true(values.get("stream")),
     )
 
@@ -742,6 +734,16 @@ ENDS = tuple(accumulate(CHUNK_BYTES << level // 16 for level in range(LEVELS)))
 hashes. A prompt of 220 kB has 80 hashes, each a 16th or less of its length behind the one before."""
 
 MAX_BYTES = ENDS[-1]
+
+
+def prefix_of(body: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the prefix of a parsed body: `inspect` finds the same one in its text as pydantic writes it."""
+    return _prefix({name: to_json(body[name]) for name in PREFIX if name in body})
+
+
+def _prefix(content: Mapping[str, bytes | msgspec.Raw]) -> tuple[int, ...]:
+    text = b"".join([memoryview(content[name])[:MAX_BYTES] for name in PREFIX if name in content])
+    return prefix_hashes(text[:MAX_BYTES])
 
 
 def prefix_hashes(text: bytes) -> tuple[int, ...]:

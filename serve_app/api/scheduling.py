@@ -20,7 +20,10 @@ TIER_PRIORITY: dict[ServiceTier, int] = {
     "flex": 1,
 }
 
-TIERS = {-1: "priority", 0: "default", 1: "flex"}
+FLEX = 1
+"""The priority from which on requests give way to live traffic."""
+
+TIERS = {-1: "priority", 0: "default", FLEX: "flex"}
 """Names of the tiers, by priority."""
 
 DEFAULT_TENANT = "default"

@@ -8,9 +8,10 @@ from starlette.routing import Route
 
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling, SchedulingFields, scheduling_of
-from serve_app.batches.batch_routes import BatchRoutes
+from serve_app.batches.batch_routes import BatchRoutes, Foresee
 from serve_app.batches.content import Contents
 from serve_app.batches.file_routes import FileRoutes
+from serve_app.batches.forecast import Outlook
 from serve_app.batches.limits import Limits
 from serve_app.batches.pacing import Clock
 from serve_app.batches.routes import RouteContext
@@ -37,6 +38,8 @@ class BatchAPI:
         rights: Returns the rights of the batches that an API key creates, by its name; see `KeyRules.rights`.
         scheduling: Returns the tenant of a request, who sees its own files and batches only, and its weight.
         warnings: Returns messages about batches, by id.
+        foresee: Returns a new batch with what is known of it, and its outlook; see `Runner.foresee`.
+        refuse: Whether a batch is refused whose window surely doesn't hold.
         clock: Seconds since the epoch.
     """
 
@@ -50,11 +53,13 @@ class BatchAPI:
         rights: Callable[[str], JSON] = lambda key: {},
         scheduling: Callable[[Request], Scheduling] = request_scheduling,
         warnings: Callable[[], Mapping[str, str]] = dict,
+        foresee: Foresee = lambda batch, size: (batch, Outlook("unknown")),
+        refuse: bool = False,
         clock: Clock = time.time,
     ) -> None:
         context = RouteContext(store, content, limits, rights, scheduling, clock)
         self._files = FileRoutes(context)
-        self._batches = BatchRoutes(context, notice, warnings)
+        self._batches = BatchRoutes(context, notice, warnings, foresee, refuse)
 
     def routes(self) -> list[Route]:
         """Return the routes."""

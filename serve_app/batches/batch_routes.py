@@ -1,5 +1,6 @@
 """Routes of `/v1/batches`."""
 
+import asyncio
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -14,6 +15,7 @@ from starlette.routing import Route
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON, parse_body
 from serve_app.batches.errors import NotFoundError, StateError, TooManyError
+from serve_app.batches.forecast import REFUSED, Outlook
 from serve_app.batches.limits import DAY_S, MAX_EXPIRY_S, MIN_EXPIRY_S, Limits
 from serve_app.batches.objects import batch_object, list_object
 from serve_app.batches.result_stream import result_stream, written
@@ -38,6 +40,10 @@ MAX_BATCHES_PAGE = 100
 
 WINDOW = re.compile(r"([1-9][0-9]{0,3})([hd])")
 OFFSET = re.compile(r"[0-9]{1,15}")
+
+
+Foresee = Callable[[Batch, int], tuple[Batch, Outlook]]
+"""Returns a new batch with what is known of it, and its outlook, by the bytes of its input."""
 
 
 class ExpiresAfter(BaseModel):
@@ -74,14 +80,25 @@ class BatchRoutes:
         context: State, contents and callers.
         notice: Called when a batch was added or cancelled.
         warnings: Returns messages about batches, by id.
+        foresee: Returns a new batch with what is known of it, and its outlook, in any thread.
+        refuse: Whether a batch is refused whose window surely doesn't hold.
     """
 
     def __init__(
-        self, context: RouteContext, notice: Callable[[], None], warnings: Callable[[], Mapping[str, str]]
+        self,
+        context: RouteContext,
+        notice: Callable[[], None],
+        warnings: Callable[[], Mapping[str, str]],
+        foresee: Foresee,
+        refuse: bool,
     ) -> None:
         self._context = context
         self._notice = notice
         self._warnings = warnings
+        self._foresee = foresee
+        self._refuse = refuse
+        # One at a time: a promise counts for the next one.
+        self._promising = asyncio.Lock()
 
     def routes(self) -> list[Route]:
         """Return the routes."""
@@ -126,7 +143,11 @@ class BatchRoutes:
             if file.purpose != "batch":
                 message = f'input_file_id: the purpose of {file.id!r} is not "batch"'
                 raise bad_request(message, "input_file_id")
-            await self._context.run(self._add, batch, limits)
+            async with self._promising:
+                batch, outlook = await self._context.run(self._foresee, batch, file.bytes)
+                if self._refuse and outlook.verdict in REFUSED:
+                    raise bad_request(f"completion_window: {outlook.message}", "completion_window")
+                await self._context.run(self._add, batch, limits)
         except NotFoundError:
             message = f"input_file_id: there is no file {body.input_file_id!r}"
             raise bad_request(message, "input_file_id") from None
@@ -134,7 +155,7 @@ class BatchRoutes:
             # Not 429: another try helps when a batch has ended, which may take a day.
             raise bad_request(f"{error}; wait until one has ended, or cancel one") from None
         self._notice()
-        return JSONResponse(self._as_json(batch))
+        return JSONResponse(batch_object(batch, outlook.message))
 
     def _add(self, batch: Batch, limits: Limits) -> None:
         self._context.delete(

@@ -36,10 +36,12 @@ class Database(Protocol):
     Attributes:
         place: Its name, for messages.
         dialect: Words of the schema that differ, by their placeholders.
+        share: Words behind a query which keep its rows from being changed until the end of the transaction.
     """
 
     place: str
     dialect: Mapping[str, str]
+    share: str
 
     def transaction(self) -> AbstractContextManager[Transaction]:
         """Return a context that commits at its end, durably, or rolls back on an error."""
@@ -76,6 +78,8 @@ class SQLite:
         "{int}": "INTEGER",
         "{clustered}": "WITHOUT ROWID",
     }
+    share = ""
+    """A transaction that writes has the file to itself."""
 
     def __init__(self, folder: Path) -> None:
         # A new folder is closed to other users: batches have the prompts and answers of all tenants.

@@ -46,8 +46,5 @@ def _free(batcher: JSON) -> int | None:
     if tokens := batcher["running_cost"]:
         # Records reserve tokens too: as many as those that run have on average.
         free = min(free, (batcher["capacity"] - tokens) * running // tokens)
-    if (window := batcher.get("background_window")) is not None:
-        # A goal for live traffic leaves fewer places to the tier of batch work.
-        free = min(free, window - batcher["background_running"])
     waiting: int = batcher["queue_depth"]
     return max(0, free - waiting)

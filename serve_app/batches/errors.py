@@ -13,6 +13,10 @@ class DatabaseError(Exception):
     """The database fails, or can't be reached; nothing is known of a commit that was under way."""
 
 
+class FencedError(Exception):
+    """Another process has taken over the batches: nothing was written, and this process may write no more."""
+
+
 class NotFoundError(Exception):
     """A tenant has no such file or batch."""
 

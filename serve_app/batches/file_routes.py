@@ -13,6 +13,7 @@ from serve_app.batches.errors import InUseError, NotFoundError, TooManyError
 from serve_app.batches.files import add_file
 from serve_app.batches.limits import MAX_EXPIRY_S, MIN_EXPIRY_S, Limits
 from serve_app.batches.objects import file_object, list_object
+from serve_app.batches.recording import whole
 from serve_app.batches.routes import (
     NUMBER,
     RouteContext,
@@ -123,7 +124,7 @@ class FileRoutes:
     async def _read(self, request: Request) -> Response:
         file = await self._find(request)
         path = self._context.content.path(file.id)
-        if await self._context.run(self._context.content.size, file.id) != file.bytes:
+        if not await self._context.run(whole, self._context.content, file):
             message = f"The content of the file {file.id!r} got lost on the server's disk"
             raise RequestError(500, "internal_error", message)
         kind = "application/octet-stream"

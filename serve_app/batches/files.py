@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from serve_app.batches.content import Contents, Draft
-from serve_app.batches.errors import DatabaseError, NotFoundError, TooManyError
+from serve_app.batches.errors import DatabaseError, FencedError, NotFoundError, TooManyError
 from serve_app.batches.limits import Limits
 from serve_app.batches.store import Store
 from serve_app.batches.stored import File
@@ -29,11 +29,16 @@ def add_file(store: Store, content: Contents, draft: Draft, file: File, limits: 
         TooManyError: The tenant would have more.
         OSError: The disk is full, or fails.
         DatabaseError: The same for the database.
+        FencedError: Another process has taken over the batches.
     """
     store.note_content(file.id)
     try:
         content.keep(draft, file.id)
         store.add_file(file, limits.max_tenant_bytes, limits.max_files)
+    except FencedError:
+        # The new owner may have looked for it before it was there.
+        content.remove(file.id)
+        raise
     except (TooManyError, OSError, DatabaseError):
         # An error of a commit doesn't say whether it took place.
         with suppress(NotFoundError):

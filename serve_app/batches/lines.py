@@ -1,5 +1,6 @@
-"""Lines of an input file, read in slices, so that its size doesn't matter."""
+"""Lines of an input file, read one after the other, so that its size doesn't matter."""
 
+from collections.abc import Iterator
 from typing import IO, Literal, NamedTuple, Protocol
 
 from serve_app.batches.errors import ContentLostError
@@ -23,39 +24,21 @@ class Line(NamedTuple):
 
     Attributes:
         number: Its number in the file, from 1.
-        text: Its text; None: it is longer than allowed.
+        text: Its text, without the space around it; None: it is longer than allowed.
+        offset: The place of the text in the file, in bytes.
     """
 
     number: int
     text: bytes | None
+    offset: int
 
 
-class Position(NamedTuple):
-    """A place in a file: a byte offset, and the number of lines before it."""
-
-    offset: int = 0
-    lines: int = 0
-
-
-def read_slice(
-    path: Input,
-    start: Position,
-    max_line_bytes: int,
-    *,
-    most_lines: int = SLICE_LINES,
-    most_bytes: int = SLICE_BYTES,
-) -> tuple[list[Line], Position, bool]:
-    """Read some lines.
+def read_lines(path: Input, max_line_bytes: int) -> Iterator[Line]:
+    """Yield the lines of a file that aren't blank. The file is opened once, and read once.
 
     Args:
         path: The file.
-        start: The place of the first one.
         max_line_bytes: Bytes beyond which a line isn't kept.
-        most_lines: Lines to read.
-        most_bytes: Bytes after which no more lines are read.
-
-    Returns:
-        The lines that aren't blank, the place behind them, and whether the file ends there.
 
     Raises:
         ContentLostError: The file is gone.
@@ -64,20 +47,21 @@ def read_slice(
         file = path.open("rb")
     except FileNotFoundError:
         raise ContentLostError(f"the content of {path.name} is gone") from None
-    lines: list[Line] = []
-    number = start.lines
     with file:
-        file.seek(start.offset)
-        while len(lines) < most_lines and file.tell() - start.offset < most_bytes:
+        number = offset = 0
+        while True:
             text, whole = _read_line(file, max_line_bytes)
             if not text:
-                return lines, Position(file.tell(), number), True
+                return
             number += 1
+            size = len(text)
             if number == 1:
                 text = text.removeprefix(BOM)
-            if (text := text.strip()) or not whole:
-                lines.append(Line(number, text if whole else None))
-        return lines, Position(file.tell(), number), False
+            text = text.lstrip()
+            start = offset + size - len(text)
+            if (text := text.rstrip()) or not whole:
+                yield Line(number, text if whole else None, start)
+            offset = file.tell()
 
 
 def _read_line(file: IO[bytes], most: int) -> tuple[bytes, bool]:

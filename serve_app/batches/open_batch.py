@@ -4,7 +4,7 @@ import asyncio
 from collections import deque
 
 from serve_app.batches.client import Answer
-from serve_app.batches.lines import Position
+from serve_app.batches.plan import Unsent
 from serve_app.batches.rows import Row
 from serve_app.batches.stored import Batch
 
@@ -19,8 +19,8 @@ class OpenBatch:
         batch: Its state as far as it matters here; the store has the counts.
         base: The model whose engines run its rows; None: they have several, or it is not validated yet.
         rows: Rows that are read and not yet sent.
-        position: The place behind them in the input.
-        read: Whether all of the input was read.
+        unsent: The rows that aren't read; None: nobody has looked for them yet.
+        read: Whether all rows were read.
         in_flight: Rows that were taken and have no committed result.
         due: Events of those of them whose next try is due, set once each has a place.
         busy: Whether something other than rows is under way: validation, reading, the end.
@@ -35,7 +35,7 @@ class OpenBatch:
         self.batch = batch
         self.base: str | None = None
         self.rows: deque[Row] = deque()
-        self.position = Position()
+        self.unsent: Unsent | None = None
         self.read = False
         self.in_flight = 0
         self.due: deque[asyncio.Event] = deque()

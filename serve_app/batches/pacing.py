@@ -81,7 +81,7 @@ class Auto:
     The aim is about as many waiting records as running ones, so that a record is at hand whenever one ends.
     With fewer waiting the limit grows by a quarter; if the engines have more free places than that, by as
     many calls as fill these, but at most fourfold, so that each step is seen before the next. What fills a
-    free place runs at once: it stands in no queue, and takes no place that a goal keeps for live traffic.
+    free place runs at once: it stands in no queue, and gives way to live traffic.
     With more than three times as many waiting the limit shrinks by one. A 429 halves it, at most once within
     the service's `Retry-After`, and growth is by a quarter for a while: there is a bound that isn't known.
 

@@ -51,6 +51,7 @@ class Postgres:
         "{int}": "BIGINT",
         "{clustered}": "",
     }
+    share = " FOR SHARE"
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)

@@ -18,7 +18,7 @@ from serve_app.api.errors import RequestError, error_response
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.batches.content import Contents
-from serve_app.batches.errors import DatabaseError
+from serve_app.batches.errors import DatabaseError, FencedError
 from serve_app.batches.files import delete_contents
 from serve_app.batches.limits import Limits
 from serve_app.batches.pacing import Clock
@@ -75,7 +75,7 @@ class RouteContext:
         """Delete contents whose files are deleted already, so that no error is the client's."""
         try:
             delete_contents(self.store, self.content, ids)
-        except (OSError, DatabaseError) as error:
+        except (OSError, DatabaseError, FencedError) as error:
             logger.error("contents can't be deleted before the next start: %s", error)
 
 
@@ -93,6 +93,10 @@ def route(method: str, path: str, handler: Handler) -> Route:
         except (OSError, DatabaseError) as error:
             logger.error("%s %s: %s", request.method, request.url.path, error)
             message = "The service's disk or database fails. Try again later."
+            failed = RequestError(503, "service_unavailable", message)
+        except FencedError as error:
+            logger.error("%s %s: %s", request.method, request.url.path, error)
+            message = "Another replica of the service has taken over the batches. Try again."
             failed = RequestError(503, "service_unavailable", message)
         return error_response(failed, request.url.path)
 

@@ -17,10 +17,12 @@ class Row(NamedTuple):
     Attributes:
         line: Number of its line.
         text: The line.
+        model: The model that its body names; None: none.
     """
 
     line: int
     text: bytes
+    model: str | None = None
 
     def body(self) -> JSON:
         """Return the body to send, in the tier of batches."""

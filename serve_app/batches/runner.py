@@ -4,33 +4,39 @@ import asyncio
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
-from typing import ParamSpec
+from typing import ParamSpec, TypeVar
 
 from serve_app.api.errors import RequestError
 from serve_app.batches.client import Client
 from serve_app.batches.content import Contents
 from serve_app.batches.errors import ContentLostError, DatabaseError, NotFoundError, StateError
 from serve_app.batches.files import remove_expired
-from serve_app.batches.forecast import late
+from serve_app.batches.forecast import LATEST_S, Demand, Outlook, Profile, Queue, Verdict, in_order
 from serve_app.batches.key_rules import KeyRules
 from serve_app.batches.model_rows import ModelRows
 from serve_app.batches.open_batch import OpenBatch
-from serve_app.batches.pacing import Auto, Backoff, Clock, Concurrency
+from serve_app.batches.pacing import BINDING, Auto, Backoff, Clock, Concurrency
 from serve_app.batches.places import Places
-from serve_app.batches.rate import Rate
-from serve_app.batches.recording import close, give_up, record, unfinished
+from serve_app.batches.plan import TOGETHER, plan_id, unsent
+from serve_app.batches.rate import Meter, Rate
+from serve_app.batches.recording import close, give_up, record
 from serve_app.batches.rows import Result, Row
 from serve_app.batches.sending import Sender
+from serve_app.batches.states import State
 from serve_app.batches.store import Store
-from serve_app.batches.validate import batch_error, validate
+from serve_app.batches.stored import Batch
+from serve_app.batches.tokens import together, work_of
+from serve_app.batches.validate import batch_error, sketch, validate
 from serve_app.system.waiting import wait_for_event
 
 logger = logging.getLogger("ray.serve")
 
 P = ParamSpec("P")
+T = TypeVar("T")
 Done = tuple[OpenBatch, Row, Result]
 """A row that has its result."""
 
@@ -44,6 +50,15 @@ KEY_GONE_S = 5.0
 """Seconds after which a key that holds no more ends its batches: an editor may write the keys file in two
 steps, and the Ingress may read it before this process."""
 
+SAVE_S = 60.0
+"""Seconds between two times at which what the engines have room for is stored."""
+
+WARN_S = 10.0
+"""Seconds between two forecasts of the same batches."""
+
+NEW_WARNINGS = 8
+"""Batches for which the shortest window is looked for at once: it takes some milliseconds."""
+
 TIDY_S = 600.0
 """Seconds between two deletions of files and batches whose time is over."""
 
@@ -51,9 +66,10 @@ TIDY_S = 600.0
 class Runner:
     """Runs all open batches of a store.
 
-    Batches of a tenant for one model go in the order of their arrival; the next one begins when all rows of
-    the one before are taken. Those for another model go beside them. The rows of a batch that has several
-    models are treated as those of a model of its own. Which rows are at the engines, `Places` decides.
+    Batches of a tenant for one model go by their deadlines; the next one begins when all rows of the one
+    before are taken. Rows that were taken stay where they are when a batch with an earlier deadline comes.
+    Batches for another model go beside them. The rows of a batch that has several models are treated as those
+    of a model of its own. Which rows are at the engines, `Places` decides.
 
     Args:
         store: The state.
@@ -74,7 +90,8 @@ class Runner:
     Attributes:
         rate: Rows that got their results here.
         failed: Those of them that are errors.
-        warnings: Messages about batches that won't end within their windows, by id.
+        warnings: Messages about batches that may not end within their windows, by id.
+        verdicts: Open batches by what is known of their windows.
     """
 
     def __init__(
@@ -97,6 +114,14 @@ class Runner:
         self.rate = Rate()
         self.failed = 0
         self.warnings: dict[str, str] = {}
+        self.verdicts: Counter[Verdict] = Counter()
+        self._profiles = {model: Profile(hours) for model, hours in store.capacity().items()}
+        self._unsaved: set[str] = set()
+        self._latest: list[Batch] = []
+        self._forecast_at = float("-inf")
+        self._forecast_of: set[tuple[str, State]] = set()
+        self._told: set[tuple[str, Verdict]] = set()
+        self._shortest: dict[str, str] = {}
         self._store = store
         self._content = content
         self._client = client
@@ -149,7 +174,7 @@ class Runner:
         If it is cancelled instead, the next run sends the rows in flight again.
         """
         async with asyncio.TaskGroup() as self._group:
-            background = [self._group.create_task(work()) for work in (self._write, self._tidy)]
+            background = [self._group.create_task(work()) for work in (self._write, self._tidy, self._save)]
             while not self._stopping or self.in_flight or any(one.busy for one in self._open.values()):
                 self._changed.clear()
                 if self._stale:
@@ -160,6 +185,7 @@ class Runner:
             background += [model.pacing for model in self._models.values() if model.pacing]
             for task in background:
                 task.cancel()
+            await self._save_profiles()
 
     def _model(self, base: str | None) -> ModelRows:
         """Return the rows of a model; None: those of the batches that have several."""
@@ -168,7 +194,7 @@ class Runner:
             concurrency = self._concurrency()
             places = Places(concurrency, self._max_bytes, self._changed.set)
             sender = Sender(self._client, concurrency, self._backoff, self._retries, self._row_timeout_s)
-            model = self._models[base] = ModelRows(concurrency, places, sender)
+            model = self._models[base] = ModelRows(concurrency, places, sender, Meter(self._clock))
         return model
 
     async def _wait(self) -> None:
@@ -187,7 +213,7 @@ class Runner:
             logger.warning("batches: the database can't be read: %s", error)
             return
         found = {}
-        for batch in batches:
+        for batch in in_order(batches):
             one = found[batch.id] = self._open.get(batch.id) or OpenBatch(batch)
             if batch.id not in busy:
                 one.batch = batch
@@ -195,17 +221,82 @@ class Runner:
         tenants = {batch.tenant for batch in batches}
         for model in self._models.values():
             model.places.keep(tenants)
-        self._warn()
+        seen = {(one.id, one.state) for one in batches}
+        if seen != self._forecast_of or self._clock() - self._forecast_at >= WARN_S:
+            await self._forecast()
+            self._forecast_of, self._forecast_at = seen, self._clock()
 
-    def _warn(self) -> None:
-        """Tell, once in the log, which batches won't end in time."""
-        found: dict[str, str] = {}
-        for base, model in self._models.items():
-            batches = [one.batch for one in self._open.values() if one.base == base]
-            found |= late(batches, model.rate.per_s, self._clock())
-        for id in found.keys() - self.warnings.keys():
-            logger.warning("%s: %s", id, found[id])
-        self.warnings = found
+    async def _forecast(self) -> None:
+        """Tell, once in the log, which batches may not end in time."""
+        try:
+            latest = await asyncio.to_thread(self._store.latest_batches, int(self._clock() - LATEST_S))
+        except DatabaseError as error:
+            logger.warning("batches: no forecast, the database can't be read: %s", error)
+            return
+        groups: dict[str, list[Batch]] = {}
+        for one in self._open.values():
+            groups.setdefault(self._profile_of(one.batch), []).append(one.batch)
+        self.verdicts.clear()
+        warnings = {}
+        searches = NEW_WARNINGS
+        for model, batches in groups.items():
+            queue = self._queue(model, batches, latest)
+            outlooks = queue.outlooks()
+            for batch in batches:
+                if outlook := outlooks.get(batch.id):
+                    self.verdicts[outlook.verdict] += 1
+                    if outlook.verdict in ("late", "unsure") and batch.id not in self._shortest and searches:
+                        searches -= 1
+                        self._shortest[batch.id] = queue.shortest(batch, self._rules.common.max_window_s)
+                    if outlook.message:
+                        warnings[batch.id] = self._warning(batch, outlook)
+        self.warnings = warnings
+        self._told = {(id, verdict) for id, verdict in self._told if id in self._open}
+        self._shortest = {id: words for id, words in self._shortest.items() if id in warnings}
+
+    def _warning(self, batch: Batch, outlook: Outlook) -> str:
+        """Return the message about a batch; a new one goes to the log."""
+        if outlook.verdict == "unknown":
+            return outlook.message
+        message = "; ".join(filter(None, (outlook.message, self._shortest.get(batch.id))))
+        if (batch.id, outlook.verdict) not in self._told:
+            self._told.add((batch.id, outlook.verdict))
+            logger.warning("%s: %s", batch.id, message)
+        return message
+
+    def foresee(self, batch: Batch, size: int) -> tuple[Batch, Outlook]:
+        """Return a new batch with what is known of it, and its outlook. May be called in any thread.
+
+        Args:
+            batch: The batch, which isn't stored yet.
+            size: Bytes of its input.
+
+        Raises:
+            OSError: The input can't be read.
+            DatabaseError: The database fails.
+        """
+        try:
+            found = sketch(self._content.path(batch.input_file), batch.endpoint, size)
+        except ContentLostError:
+            # Its validation says so.
+            return batch, Outlook("unknown")
+        batch = replace(batch, work=found.work, model=found.model)
+        model = self._profile_of(batch)
+        batches = [one for one in self._store.open_batches() if self._profile_of(one) == model]
+        latest = self._store.latest_batches(int(self._clock() - LATEST_S))
+        queue = self._queue(model, [*batches, batch], latest)
+        outlook = queue.outlook_of_new(batch, self._rules.common.max_window_s)
+        return replace(batch, promised=outlook.verdict == "holds"), outlook
+
+    def _queue(self, model: str, batches: list[Batch], latest: list[Batch]) -> Queue:
+        now = self._clock()
+        demand = Demand([one for one in latest if self._profile_of(one) == model], now)
+        profile = self._profiles.get(model)
+        return Queue(batches, profile.ahead(now) if profile else None, demand, now)
+
+    def _profile_of(self, batch: Batch) -> str:
+        """Return the name of the profile of a batch: its model; empty: it has several."""
+        return (self._client.base_of(batch.model) if batch.model else None) or ""
 
     def _step(self) -> None:
         """Begin what can be begun now."""
@@ -251,6 +342,8 @@ class Runner:
             model = self._model(base)
             for one, row in model.places.fill(batches):
                 self._group.create_task(self._run_row(model, one, row))
+            # Between the end of rows and this, places are free that nobody could take.
+            model.full = model.places.used >= BINDING * model.concurrency.limit
             if model.places.in_flight and (model.pacing is None or model.pacing.done()):
                 model.pacing = self._group.create_task(self._pace(base, model))
 
@@ -313,6 +406,7 @@ class Runner:
             self.failed += result.is_error
             model.places.leave(one, row)
         model.rate.add(len(group))
+        model.meter.add(len(group), work_of(len(group), together(result.tokens for _, _, result in group)))
         self.rate.add(len(group))
 
     def _begin(self, one: OpenBatch, work: Callable[[OpenBatch], Awaitable[None]]) -> None:
@@ -344,11 +438,20 @@ class Runner:
         models = self._rules.models(rights)
         limits = replace(self._rules.common, max_lines=rights["max_lines"])
         found = await asyncio.to_thread(validate, path, batch.endpoint, models, limits)
-        if found.errors:
+        if found.plan is None:
+            # An earlier validation, by other limits or models, may have left one.
+            await asyncio.to_thread(self._content.remove, plan_id(batch.id))
             await asyncio.to_thread(self._store.end, batch.id, "failed", self._now(), found.errors)
         else:
+            await _finished(found.plan.keep, self._content, batch.id)
             one.batch = await asyncio.to_thread(
-                self._store.move, batch.id, "in_progress", self._now(), total=found.total, model=found.model
+                self._store.move,
+                batch.id,
+                "in_progress",
+                self._now(),
+                total=found.total,
+                work=found.work,
+                model=found.model,
             )
 
     async def _cancel(self, one: OpenBatch) -> None:
@@ -364,10 +467,13 @@ class Runner:
         )
 
     async def _read(self, one: OpenBatch) -> None:
-        rows, one.position, one.read = await asyncio.to_thread(
-            unfinished, self._store, self._content, one.batch, one.position
-        )
-        one.rows.extend(rows)
+        if one.unsent is None:
+            one.unsent = await _finished(unsent, self._store, self._content, one.batch)
+        groups = max(1, one.in_flight // TOGETHER)
+        one.rows.extend(await asyncio.to_thread(one.unsent.take, self._content, groups))
+        if not one.unsent:
+            # The plan isn't needed in memory any more.
+            one.read, one.unsent = True, None
 
     async def _end(self, one: OpenBatch) -> None:
         """End a batch of which nothing is in flight."""
@@ -392,10 +498,38 @@ class Runner:
             except Exception as error:
                 logger.debug("batches: the load of the engines is not known: %r", error, exc_info=True)
                 load = None
+            limit = model.concurrency.limit
             if not self._unwritten:
                 # Results count until they are recorded: a slow disk takes more of them at once.
                 model.concurrency.observe(load, model.places.used)
                 self._changed.set()
+            # While the limit grows, the engines have room.
+            busy = model.concurrency.limit <= limit or (load is not None and load.waiting > 0)
+            self._measure(base, model, busy and model.full and not self._unwritten and self._rows_wait(base))
+
+    def _rows_wait(self, base: str | None) -> bool:
+        """Return whether there are rows of a model that haven't been taken."""
+        return any(one.base == base and one.takes_rows and not one.exhausted for one in self._open.values())
+
+    def _measure(self, base: str | None, model: ModelRows, waiting: bool) -> None:
+        """Learn what the engines of a model have room for."""
+        work, seconds = model.meter.look(waiting, model.places.in_flight)
+        if seconds:
+            self._profiles.setdefault(base or "", Profile()).add(work, seconds, self._clock())
+            self._unsaved.add(base or "")
+
+    async def _save(self) -> None:
+        while True:
+            await asyncio.sleep(SAVE_S)
+            await self._save_profiles()
+
+    async def _save_profiles(self) -> None:
+        for model in list(self._unsaved):
+            try:
+                await asyncio.to_thread(self._store.keep_capacity, model, self._profiles[model].hours)
+                self._unsaved.discard(model)
+            except DatabaseError as error:
+                logger.warning("batches: what the engines have room for can't be stored: %s", error)
 
     async def _tidy(self) -> None:
         while True:
@@ -410,7 +544,7 @@ class Runner:
         return int(self._clock())
 
 
-async def _finished(function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+async def _finished(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Run a function that writes in a thread, which has ended when this returns or is cancelled.
 
     Otherwise a slow thread would write into the results of the next process, once the state is closed.
@@ -418,13 +552,14 @@ async def _finished(function: Callable[P, None], *args: P.args, **kwargs: P.kwar
     turn = threading.Lock()
     dropped = False
 
-    def run() -> None:
+    def run() -> T:
         with turn:
-            if not dropped:
-                function(*args, **kwargs)
+            if dropped:
+                raise RuntimeError("cancelled before it began")
+            return function(*args, **kwargs)
 
     try:
-        await asyncio.to_thread(run)
+        return await asyncio.to_thread(run)
     except asyncio.CancelledError:
         # A thread that has begun has the lock until its end.
         dropped = True

@@ -4,7 +4,19 @@ from serve_app.batches.database import Database
 from serve_app.batches.errors import StoreError
 from serve_app.batches.failpoints import reach
 
-VERSION = 5
+VERSION = 7
+
+CAPACITY = """CREATE TABLE capacity (
+    model TEXT NOT NULL,
+    hour INTEGER NOT NULL,
+    work DOUBLE PRECISION NOT NULL,
+    seconds DOUBLE PRECISION NOT NULL,
+    at DOUBLE PRECISION NOT NULL,
+    error DOUBLE PRECISION,
+    PRIMARY KEY (model, hour)
+)"""
+
+OWNER = ("CREATE TABLE owner (epoch BIGINT NOT NULL)", "INSERT INTO owner VALUES (0)")
 
 UPGRADES: dict[int, tuple[str, ...]] = {
     1: (
@@ -20,6 +32,12 @@ UPGRADES: dict[int, tuple[str, ...]] = {
         "CREATE TABLE contents_without_file (id TEXT PRIMARY KEY)",
     ),
     4: ("ALTER TABLE batches ADD COLUMN rights TEXT NOT NULL DEFAULT '{}'",),
+    5: (
+        "ALTER TABLE batches ADD COLUMN work DOUBLE PRECISION NOT NULL DEFAULT 0",
+        "ALTER TABLE batches ADD COLUMN promised BOOLEAN NOT NULL DEFAULT FALSE",
+        CAPACITY,
+    ),
+    6: OWNER,
 }
 """Changes that bring a database of an earlier version to the next one."""
 
@@ -72,7 +90,9 @@ CREATE TABLE batches (
     output_tokens {int} NOT NULL,
     reasoning_tokens {int} NOT NULL,
     api_key TEXT NOT NULL,
-    rights TEXT NOT NULL
+    rights TEXT NOT NULL,
+    work DOUBLE PRECISION NOT NULL,
+    promised BOOLEAN NOT NULL
 );
 CREATE INDEX batches_of_tenant ON batches (tenant, number);
 CREATE INDEX batches_by_state ON batches (state);
@@ -84,10 +104,13 @@ CREATE TABLE finished (
     PRIMARY KEY (batch, line)
 ) {clustered};
 CREATE TABLE contents_without_file (id TEXT PRIMARY KEY);
+{capacity};
+{owner};
 """
 """`finished` holds the input lines of open batches whose results are in the output or error file.
 `contents_without_file` holds the ids of contents that may be there although they have no file: those of
-uploads that are being added, and of files that were deleted."""
+uploads that are being added, and of files that were deleted. `capacity` holds the profiles of the models.
+`owner` holds the epoch of the process that may write, see `Store`."""
 
 
 def prepare(database: Database) -> None:
@@ -101,7 +124,7 @@ def prepare(database: Database) -> None:
     if version not in (0, VERSION, *UPGRADES):
         raise StoreError(f"{database.place}: written by another version ({version}, this one is {VERSION})")
     if not version:
-        schema = SCHEMA
+        schema = SCHEMA.replace("{capacity}", CAPACITY).replace("{owner}", ";".join(OWNER))
         for name, word in database.dialect.items():
             schema = schema.replace(name, word)
         reach("store.create")

@@ -60,14 +60,12 @@ class Sender:
         """
         batch, stopping = one.batch, one.stopping
         scheduling = Scheduling(TIER_PRIORITY["flex"], batch.tenant, weight=batch.weight, key=batch.api_key)
-        model: str | None = None
-        tries = failures = seen = 0
+        model = row.model
+        tries = failures = 0
+        seen = self._answered[model]
         while not stopping.is_set():
             # Parsed for each try: what waits, or is at an engine, takes many times its bytes otherwise.
             body = await look(len(row.text), row.body)
-            if not tries:
-                model = body.get("model")
-                seen = self._answered[model]
             if stopping.is_set():
                 return None
             sending = self._client.send(batch.endpoint, body, scheduling, batch.rights.get("models"))

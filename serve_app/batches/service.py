@@ -20,13 +20,14 @@ from serve_app.api.scheduling import Scheduling
 from serve_app.auth.key_store import KeyStore
 from serve_app.batches.api import BatchAPI
 from serve_app.batches.client import Client
-from serve_app.batches.content import Content, Contents
+from serve_app.batches.content import Content, Contents, Disk
 from serve_app.batches.database import Database
-from serve_app.batches.errors import DatabaseError, HeldError, StoreError
+from serve_app.batches.errors import DatabaseError, FencedError, HeldError, StoreError
 from serve_app.batches.files import delete_noted
 from serve_app.batches.key_rules import KeyRules
 from serve_app.batches.limits import Limits
 from serve_app.batches.pacing import Auto
+from serve_app.batches.recording import adopt_results
 from serve_app.batches.runner import Runner
 from serve_app.batches.states import ENDED, STATES
 from serve_app.batches.store import Store
@@ -95,9 +96,12 @@ class BatchService:
             rights=rules.rights,
             scheduling=_scheduling,
             warnings=lambda: self._runner.warnings,
+            foresee=self._runner.foresee,
+            refuse=settings.deadlines == "refuse",
         )
         self._app = Starlette(routes=api.routes(), exception_handlers=EXCEPTION_HANDLERS)
         self._running = asyncio.create_task(self._runner.run())
+        self._running.add_done_callback(_tell_end)
 
     @classmethod
     async def open(
@@ -124,7 +128,8 @@ class BatchService:
         """
         store = await _open_store(_place(settings), held_s)
         try:
-            content = await asyncio.to_thread(_open_content, settings)
+            content = await asyncio.to_thread(_open_content, settings, store.epoch)
+            await asyncio.to_thread(adopt_results, store, content)
             await asyncio.to_thread(_delete_noted, store, content)
             if unfinished := await asyncio.to_thread(store.open_batches):
                 logger.info("batches: going on with %d that have not ended", len(unfinished))
@@ -166,7 +171,8 @@ class BatchService:
             "rows_per_s": round(rate, 3) if summary.rows else 0.0,
             "eta_s": round(summary.rows / rate, 1) if summary.rows and rate else None,
             "oldest_s": 0 if summary.oldest is None else max(0, int(time.time()) - summary.oldest),
-            "late": len(runner.warnings),
+            "late": runner.verdicts["late"],
+            "unsure": runner.verdicts["unsure"],
             "files": summary.files,
             "bytes": summary.bytes,
         }
@@ -190,16 +196,23 @@ class BatchService:
         await asyncio.to_thread(self._store.close)
 
 
-def _open_content(settings: BatchesSettings) -> Contents:
-    folder = _folder(settings)
-    if settings.content is None:
-        return Content(folder)
-    if "://" not in settings.content:
-        return Content(Path(settings.content).expanduser())
-    # Imported only where it is used.
-    from serve_app.batches.object_storage import ObjectContent
+def _tell_end(running: asyncio.Task[None]) -> None:
+    """Log why the runner has ended, if it wasn't asked to; `check` has the replica replaced."""
+    if not running.cancelled() and (error := running.exception()) is not None:
+        fenced = error.subgroup(FencedError) if isinstance(error, BaseExceptionGroup) else None
+        causes = [error] if fenced is None else fenced.exceptions
+        logger.error("batches: the runner has ended: %s", "; ".join(map(str, causes)))
 
-    return ObjectContent(settings.content, folder)
+
+def _open_content(settings: BatchesSettings, epoch: int) -> Contents:
+    folder = _folder(settings)
+    if settings.content is None or "://" not in settings.content:
+        folder = folder if settings.content is None else Path(settings.content).expanduser()
+        return Content(folder, epoch, Disk(folder))
+    # Imported only where it is used.
+    from serve_app.batches.object_storage import Objects
+
+    return Content(folder, epoch, Objects(settings.content))
 
 
 def _place(settings: BatchesSettings) -> Callable[[], Path | Database]:

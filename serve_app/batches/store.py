@@ -1,7 +1,8 @@
 """Durable state of files and batches. All queries are here."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -11,12 +12,23 @@ from pydantic_core import from_json, to_json
 from serve_app.api.protocol import JSON
 from serve_app.batches.content import FOLDER
 from serve_app.batches.database import Database, Row, SQLite, Transaction
-from serve_app.batches.errors import InUseError, NotFoundError, StateError, StoreError, TooManyError
+from serve_app.batches.errors import (
+    FencedError,
+    InUseError,
+    NotFoundError,
+    StateError,
+    StoreError,
+    TooManyError,
+)
+from serve_app.batches.forecast import Hour
 from serve_app.batches.schema import prepare
 from serve_app.batches.states import ENDED, STATES, TRANSITIONS, State
 from serve_app.batches.stored import Batch, Counts, File, Page, Summary
 
 T = TypeVar("T")
+
+LATEST = 1000
+"""Most batches that say what tenants ask for."""
 
 OPEN_STATES = ", ".join(f"'{state}'" for state in STATES if state not in ENDED)
 
@@ -24,8 +36,18 @@ OPEN_STATES = ", ".join(f"'{state}'" for state in STATES if state not in ENDED)
 class Store:
     """Files and batches of all tenants. Its methods may be called in any thread.
 
+    A store owns the batches from its opening until another store opens the same database. The lock of the
+    database keeps two of them apart, but a lock can get lost: PostgreSQL's with a connection, a file's on a
+    network file system. So each store takes an epoch, which is higher than all before, and each change checks
+    in its own transaction that no higher epoch was taken. A store with an older epoch changes nothing more:
+    its changes, and `open_batches`, raise a FencedError.
+
     Args:
         where: The database; a folder: SQLite in it.
+        clock: Seconds since the epoch of the clock.
+
+    Attributes:
+        epoch: The number of this ownership.
 
     Raises:
         HeldError: Another process has it open.
@@ -33,7 +55,7 @@ class Store:
         DatabaseError: It fails.
     """
 
-    def __init__(self, where: Path | Database) -> None:
+    def __init__(self, where: Path | Database, clock: Callable[[], float] = time.time) -> None:
         self._database = SQLite(where) if isinstance(where, Path) else where
         try:
             if isinstance(where, Path) and not self._database.version() and any((where / FOLDER).glob("*")):
@@ -42,6 +64,7 @@ class Store:
                     "restore it from a backup, or move the folder away to begin anew"
                 )
             prepare(self._database)
+            self.epoch = self._take_over(int(clock()))
         except BaseException:
             self.close()
             raise
@@ -211,9 +234,42 @@ class Store:
         return _page(rows, limit, _batch)
 
     def open_batches(self) -> list[Batch]:
-        """Return the batches that haven't ended, the earliest first."""
+        """Return the batches that haven't ended, the earliest first.
+
+        Raises:
+            FencedError: Another process has taken them over.
+        """
+        self._check_epoch(self._rows("SELECT epoch FROM owner"))
         query = f"SELECT * FROM batches WHERE state IN ({OPEN_STATES}) ORDER BY number"
         return [_batch(row) for row in self._rows(query)]
+
+    def latest_batches(self, since: int) -> list[Batch]:
+        """Return the latest batches of all tenants, those that have ended too.
+
+        Args:
+            since: The earliest creation, in seconds since the epoch.
+        """
+        query = "SELECT * FROM batches WHERE created_at >= ? ORDER BY number DESC LIMIT ?"
+        return [_batch(row) for row in self._rows(query, since, LATEST)]
+
+    def capacity(self) -> dict[str, list[Hour]]:
+        """Return what is known of the work that the engines do, by model."""
+        found: dict[str, list[Hour]] = {}
+        for row in self._rows("SELECT * FROM capacity"):
+            values = {field.name: row[field.name] for field in fields(Hour)}
+            found.setdefault(row["model"], []).append(Hour(**values))
+        return found
+
+    def keep_capacity(self, model: str, hours: Sequence[Hour]) -> None:
+        """Store what is known of a model, in place of what is stored of these hours."""
+        values = [(model, one.hour, one.work, one.seconds, one.at, one.error) for one in hours]
+        with self._transaction() as db:
+            db.change_many(
+                "INSERT INTO capacity (model, hour, work, seconds, at, error) VALUES (?, ?, ?, ?, ?, ?) "
+                "ON CONFLICT (model, hour) DO UPDATE SET work = excluded.work, seconds = excluded.seconds, "
+                "at = excluded.at, error = excluded.error",
+                values,
+            )
 
     def summary(self) -> Summary:
         """Return what is open, and what is stored, of all tenants."""
@@ -252,6 +308,7 @@ class Store:
         *,
         total: int | None = None,
         model: str | None = None,
+        work: float = 0.0,
         errors: Sequence[JSON] = (),
     ) -> Batch:
         """Bring a batch into another state, which isn't one of the last ones; return it.
@@ -260,8 +317,9 @@ class Store:
             id: The batch.
             to: The state.
             now: Time of the change, in seconds since the epoch.
-            total: Number of rows, if they are known now.
-            model: Model of all rows.
+            total: Number of rows, if they were validated now.
+            model: The model of all rows then; None: they have several.
+            work: Bound of their work then.
             errors: Errors of the batch as a whole, if there are any now.
 
         Raises:
@@ -269,16 +327,13 @@ class Store:
         """
         with self._transaction() as db:
             _check(db, id, to)
-            db.change(
-                f"UPDATE batches SET state = ?, {to}_at = ?, total = COALESCE(?, total), "
-                "model = COALESCE(?, model), errors = COALESCE(?, errors) WHERE id = ?",
-                to,
-                now,
-                total,
-                model,
-                to_json(list(errors)).decode() if errors else None,
-                id,
-            )
+            changes: dict[str, object] = {"state": to, f"{to}_at": now}
+            if total is not None:
+                changes |= {"total": total, "model": model, "work": work}
+            if errors:
+                changes["errors"] = to_json(list(errors)).decode()
+            marks = ", ".join(f"{name} = ?" for name in changes)
+            db.change(f"UPDATE batches SET {marks} WHERE id = ?", *changes.values(), id)
         return self.batch(id)
 
     def end(self, id: str, to: State, now: int, errors: Sequence[JSON] = ()) -> None:
@@ -319,6 +374,21 @@ class Store:
             )
             db.change("DELETE FROM finished WHERE batch = ?", id)
 
+    def batch_to_write(self, id: str) -> Batch:
+        """Return a batch whose results are about to be appended.
+
+        It is read as a change is made, so that a commit before whose end wasn't known has its end by now.
+
+        Raises:
+            NotFoundError: There is none of this id.
+        """
+        with self._database.transaction() as db:
+            self._check_epoch(db.rows("SELECT epoch FROM owner"))
+            rows = db.rows("SELECT * FROM batches WHERE id = ?", id)
+        if not rows:
+            raise NotFoundError(id)
+        return _batch(rows[0])
+
     def finish(self, batch: Batch, lines: Sequence[int], counts: Counts) -> Batch:
         """Commit rows whose results are in the output or error file; return the batch as it is then.
 
@@ -349,8 +419,36 @@ class Store:
         query = "SELECT line FROM finished WHERE batch = ? AND line BETWEEN ? AND ?"
         return {row["line"] for row in self._rows(query, id, first, last)}
 
-    def _transaction(self) -> AbstractContextManager[Transaction]:
-        return self._database.transaction()
+    def finished_of(self, id: str, lines: Sequence[int]) -> set[int]:
+        """Return which of some input lines are finished."""
+        query = f"SELECT line FROM finished WHERE batch = ? AND line IN ({', '.join('?' * len(lines))})"
+        return {row["line"] for row in self._rows(query, id, *lines)}
+
+    def _take_over(self, now: int) -> int:
+        """Become the owner, and return the epoch.
+
+        Epochs begin at the time: a database that was restored from a backup repeats none of the epochs that
+        it has forgotten, of which there may be contents.
+        """
+        take = "UPDATE owner SET epoch = CASE WHEN epoch < ? THEN ? ELSE epoch + 1 END RETURNING epoch"
+        with self._database.transaction() as db:
+            (row,) = db.rows(take, now, now)
+        return int(row["epoch"])
+
+    @contextmanager
+    def _transaction(self) -> Iterator[Transaction]:
+        """Return a context of a change: another store that opens the database waits for its end."""
+        with self._database.transaction() as db:
+            self._check_epoch(db.rows(f"SELECT epoch FROM owner{self._database.share}"))
+            yield db
+
+    def _check_epoch(self, owner: list[Row]) -> None:
+        (row,) = owner
+        if row["epoch"] != self.epoch:
+            raise FencedError(
+                f"{self._database.place}: another process has taken over these batches (its epoch is "
+                f"{row['epoch']}, the one of this process {self.epoch}); this process writes nothing more"
+            )
 
     def _rows(self, query: str, *values: object) -> list[Row]:
         return self._database.rows(query, *values)
@@ -441,4 +539,5 @@ def _batch(row: Row) -> Batch:
     values["metadata"] = from_json(values["metadata"])
     values["errors"] = tuple(from_json(values["errors"]))
     values["rights"] = from_json(values["rights"])
+    values["promised"] = bool(values["promised"])
     return Batch(**values)

@@ -32,7 +32,7 @@ class Batch:
         output_file: Id of the output; there is a file of this id once the batch has ended, if it has rows.
         error_file: The same for the rows that failed.
         retention_s: Seconds after which the output and the error file are deleted.
-        model: The model of all rows; None: they have several.
+        model: The model of all rows; until they are validated, of the first ones; None: they have several.
         errors: Errors of the batch as a whole.
         total: Number of rows; 0 until they are validated.
         completed: Rows in the output.
@@ -47,6 +47,8 @@ class Batch:
         api_key: Name of the API key that created it; empty: there was none.
         rights: What that key allowed when it created the batch, see `KeyRules.rights`; empty: an earlier
             version stored none.
+        work: Bound of the work of all rows, see `tokens.bound_of`; until they are validated, an estimate.
+        promised: Whether the forecast said at its creation that it ends within its window.
     """
 
     id: str
@@ -83,6 +85,8 @@ class Batch:
     reasoning_tokens: int = 0
     api_key: str = ""
     rights: JSON = field(default_factory=dict)
+    work: float = 0.0
+    promised: bool = False
 
 
 class Counts(NamedTuple):

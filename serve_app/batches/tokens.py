@@ -1,4 +1,4 @@
-"""Tokens that the answers of a batch report."""
+"""Tokens that the answers of a batch report, and the work that they are."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -7,6 +7,25 @@ from serve_app.api.protocol import JSON
 
 MOST = 1 << 40
 """Numbers beyond this are no numbers of tokens."""
+
+
+PROMPT = 0.5
+"""Work of a token of a prompt, in tokens of an answer. A row of P and N tokens, beside n rows,
+takes an engine P * per_prefill_token_ms + N * (base_ms / n + per_sequence_ms): with 100 to 256 rows, a token
+of a prompt takes 0.4 to 0.6 times as long as a token of an answer (`serve_app/simulation/profiles.py`)."""
+
+ROW = 1.0
+"""Work of a row beside its tokens: some answers report none."""
+
+BYTES = 4
+"""Bytes of a row's line that make a token of its prompt, about."""
+
+USUAL_OUTPUT = 512
+"""Bound of an answer that states none."""
+
+BOUNDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+
+WITHOUT_OUTPUT = frozenset({"/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/classify"})
 
 
 class Tokens(NamedTuple):
@@ -43,6 +62,30 @@ def tokens_of(answer: Any) -> Tokens:
         _number(usage.get(written)),
         _number(_part(usage, f"{written}_details").get("reasoning_tokens")),
     )
+
+
+def work_of(rows: int, tokens: Tokens) -> float:
+    """Return the work of rows that were run, in tokens of an answer.
+
+    Unlike rows per second, work per second is about the same for short rows and for long ones; so a rate that
+    was measured with one batch says something about another.
+    """
+    return ROW * rows + PROMPT * max(0, tokens.input_tokens - tokens.cached_tokens) + tokens.output_tokens
+
+
+def bound_of(endpoint: str, body: JSON, size: int) -> float:
+    """Return the work that a row is, if its answer is as long as it may be.
+
+    Args:
+        endpoint: The endpoint of its batch.
+        body: Its body, which may be wrong.
+        size: Bytes of its line.
+    """
+    output = 0
+    if endpoint not in WITHOUT_OUTPUT:
+        stated = [number for name in BOUNDS if (number := _number(body.get(name)))]
+        output = min(stated, default=USUAL_OUTPUT) * max(1, min(_number(body.get("n")), 128))
+    return ROW + PROMPT * size / BYTES + output
 
 
 def together(tokens: Iterable[Tokens]) -> Tokens:

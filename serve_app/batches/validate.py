@@ -1,14 +1,18 @@
 """Validation of a batch's input file."""
 
 from collections.abc import Collection
+from contextlib import suppress
 from hashlib import blake2b
+from itertools import islice
 from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
 from serve_app.api.protocol import JSON
 from serve_app.batches.limits import Limits
-from serve_app.batches.lines import Input, Line, Position, read_slice
+from serve_app.batches.lines import SLICE_BYTES, SLICE_LINES, Input, Line, read_lines
+from serve_app.batches.plan import Plan, Planner
+from serve_app.batches.tokens import bound_of
 
 ENDPOINTS = (
     "/v1/chat/completions",
@@ -39,11 +43,27 @@ class Findings(NamedTuple):
         total: Number of rows.
         model: The model of all rows; None: they have several.
         errors: OpenAI's errors; empty: the file is valid.
+        work: Bound of the work of all rows; see `tokens.bound_of`.
+        plan: The plan of the rows; None: the file isn't valid.
     """
 
     total: int
     model: str | None
     errors: list[JSON]
+    work: float = 0.0
+    plan: Plan | None = None
+
+
+class Sketch(NamedTuple):
+    """What the first rows of a file say about all of them.
+
+    Attributes:
+        work: Bound of the work of all rows; see `tokens.bound_of`.
+        model: The model of the first rows; None: they have several, or none that can be read.
+    """
+
+    work: float
+    model: str | None
 
 
 def batch_error(code: str, message: str, *, line: int | None = None, param: str | None = None) -> JSON:
@@ -52,7 +72,9 @@ def batch_error(code: str, message: str, *, line: int | None = None, param: str 
 
 
 def validate(path: Input, endpoint: str, models: Collection[str], limits: Limits) -> Findings:
-    """Check all lines of an input file. Of each `custom_id`, no more than a hash is kept in memory.
+    """Check all lines of an input file, and plan its rows.
+
+    Of each `custom_id`, no more than a hash is kept in memory.
 
     Args:
         path: The file.
@@ -64,15 +86,39 @@ def validate(path: Input, endpoint: str, models: Collection[str], limits: Limits
         ContentLostError: The file is gone.
     """
     check = _Check(endpoint, models, limits)
-    position, ended = Position(), False
-    while not ended and not check.full:
-        lines, position, ended = read_slice(path, position, limits.max_line_bytes)
-        for line in lines:
-            check.line(line)
+    for line in read_lines(path, limits.max_line_bytes):
+        check.line(line)
+        if check.full:
+            break
     if not check.total and not check.errors:
         check.errors.append(batch_error("empty_file", "The file has no rows"))
     model = next(iter(check.models)) if len(check.models) == 1 else None
-    return Findings(check.total, model, check.errors)
+    plan = None if check.errors else check.planner.finish()
+    return Findings(check.total, model, check.errors, check.work, plan)
+
+
+def sketch(path: Input, endpoint: str, size: int) -> Sketch:
+    """Return what a file seems to be, in much less time than its validation takes.
+
+    Args:
+        path: The file, of which 128 lines or a MiB are read.
+        endpoint: The endpoint of its batch.
+        size: Bytes of the whole file.
+
+    Raises:
+        ContentLostError: The file is gone.
+    """
+    work, end, models = 0.0, 1, set()
+    for line in islice(read_lines(path, SLICE_BYTES), SLICE_LINES):
+        end = line.offset + (SLICE_BYTES if line.text is None else len(line.text)) + 1
+        with suppress(ValueError, TypeError, KeyError, AttributeError):
+            body = from_json(line.text or b"")["body"]
+            work += bound_of(endpoint, body, len(line.text or b""))
+            models.add(body.get("model"))
+        if end >= SLICE_BYTES:
+            break
+    model = models.pop() if len(models) == 1 else None
+    return Sketch(work * size / end, model if isinstance(model, str) else None)
 
 
 class _Check:
@@ -82,6 +128,8 @@ class _Check:
         self.total = 0
         self.errors: list[JSON] = []
         self.models: set[str] = set()
+        self.work = 0.0
+        self.planner = Planner()
         self._endpoint = endpoint
         self._served = models
         self._limits = limits
@@ -127,6 +175,9 @@ class _Check:
         if not isinstance(body, dict):
             self._add(line, "invalid_type", "body must be a JSON object", "body")
             return
+        self.work += bound_of(self._endpoint, body, len(line.text or b""))
+        if not self.errors:
+            self.planner.add(line, body)
         self._model(line, body)
         if body.get("stream"):
             message = "stream must be false: the rows of a batch are not streamed"

@@ -29,8 +29,7 @@ class Figures:
         wait_p50_s: Seconds in the queue: median of the last 512 requests; `wait_p99_s`: percentile.
         ttft_p50_s: Seconds from arrival in the replica to the first token: median of the last 512 streams;
             `ttft_p99_s`: percentile.
-        ttft_goal_s: Goal for `ttft_p99_s`, if the config sets one.
-        ttft_expected_s: Value that the replica expects for it.
+        ttft_goal_s: Goal for the tiers above `flex`, if there is one.
         completed: Requests that were completed since the start; `failed`, `cancelled`, `expired`,
             `rejected`: those that ended otherwise.
     """
@@ -51,7 +50,6 @@ class Figures:
     ttft_p50_s: float | None = None
     ttft_p99_s: float | None = None
     ttft_goal_s: float | None = None
-    ttft_expected_s: float | None = None
     completed: int | None = None
     failed: int | None = None
     cancelled: int | None = None

@@ -190,6 +190,8 @@ def _batches(view: View) -> Text:
             parts.append(f"{seconds(left)} left")
         if late := number(batches.get("late")):
             parts.append(f"{count(late)} will be late")
+        if unsure := number(batches.get("unsure")):
+            parts.append(f"{count(unsure)} may be late")
     return Text.assemble(("batches: ", "bold"), plain(" · ".join(parts) or "none is open"))
 
 

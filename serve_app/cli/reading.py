@@ -22,7 +22,7 @@ SUMMED = (
 )
 """Figures of which a model has the sum of its replicas."""
 
-LARGEST = ("wait_p50_s", "wait_p99_s", "ttft_p50_s", "ttft_p99_s", "ttft_goal_s", "ttft_expected_s")
+LARGEST = ("wait_p50_s", "wait_p99_s", "ttft_p50_s", "ttft_p99_s", "ttft_goal_s")
 """Figures of which a model has the largest."""
 
 Entries = dict[str, JSON]
@@ -137,8 +137,7 @@ def _replica(name: str, entry: JSON, earlier: JSON | None, growth: _Growth) -> R
         **{
             name: number(stats.get(name)) for name in ("wait_p50_s", "wait_p99_s", "ttft_p50_s", "ttft_p99_s")
         },
-        ttft_goal_s=number(stats.get("goal_ttft_s")),
-        ttft_expected_s=number(stats.get("expected_ttft_s")),
+        ttft_goal_s=number(_of("goals", "ttft_p99_s")(entry)),
         **{name: number(stats.get(f"total_{name}")) for name in OUTCOMES},
     )
     return Replica(name, True, turn, figures)

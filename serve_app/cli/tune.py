@@ -133,7 +133,7 @@ GENERATORS = {"own": Generator, "guidellm": GuideLLM}
     "--beside-batch",
     is_flag=True,
     help="Keep batch work running (service_tier flex), and say how many tokens per second it has while live "
-    "traffic at --rate holds its goal. The model needs batcher.goals, or the live traffic gets no space.",
+    "traffic at --rate holds its goal. With batcher.goals the batch work leaves steps as short as they ask.",
 )
 @click.option(
     "--apply",
@@ -296,9 +296,8 @@ def tune(
     click.echo(text(found), nl=False)
     _warn(run)
     if write is not None and found.choice is not None:
-        change = write_config(write, found.model, found.choice)
-        restart = "; a deployment of it restarts the model, for the goals" if change.restarts else ""
-        click.echo(f"written to {write}; the one before is {write.name}.before{restart}")
+        write_config(write, found.model, found.choice)
+        click.echo(f"written to {write}; the one before is {write.name}.before")
     _write_files(run, json_file, plot)
     return 0 if _holds(run) else NO_PLAN
 

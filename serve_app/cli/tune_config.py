@@ -60,7 +60,7 @@ class RunningConfig:
             click.ClickException: They are refused, or don't arrive.
         """
         try:
-            change = changed(self._config, model, choice, restart=False)
+            change = changed(self._config, model, choice)
         except ChangeError as error:
             raise click.ClickException(f"--apply: {error}") from None
         if refusal := await asyncio.to_thread(self._dashboard.deploy, change.config):
@@ -139,7 +139,7 @@ def write_config(path: Path, model: str, choice: Choice) -> Change:
         click.ClickException: The config has no such model, or can't be written.
     """
     try:
-        change = changed(read_config(path), model, choice, restart=True)
+        change = changed(read_config(path), model, choice)
         before = path.with_name(f"{path.name}.before")
         shutil.copyfile(path, before)
         # A config may hold secrets.

@@ -231,7 +231,7 @@ class TuneRun:
             self._progress.show("batch work fills the service")
             tuner = self._tuner(generator)
             tuner.life_s = 2 * self._life_s()
-            # The window for batch work widens with the judgements of a few seconds.
+            # The first requests of batch work all have their prompts before them.
             await asyncio.sleep(min(question.seconds, 10.0))
             began = clock()
             live = await tuner.measure(Load("open", question.rate))

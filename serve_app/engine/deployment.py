@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager, nullcontext
 from typing import Any
@@ -132,7 +131,6 @@ class Engine:
         self._engine.check_grammars(self._grammars)
         self._starting = asyncio.create_task(self._grammars.start())
         self._openai = OpenAI(app, self._engine)
-        self._ready_at = time.monotonic()
         self._engine.door.unfit = self._unfit
         self._watch = EngineWatch(
             self._engine, settings.engine_hang_timeout_s, excused=self._ended, last=self._flush
@@ -246,7 +244,7 @@ class Engine:
                         yield part
 
     async def stats(self) -> JSON:
-        """Return the batcher's statistics, the engine's limits, and the usage since the start."""
+        """Return the batcher's statistics, the engine's limits and goals, and the usage since the start."""
         counters = self._engine.stats
         usage = usage_stats(self._book, self._tenants) | {
             # For a comparison: the ledger counts by call, vLLM by step.
@@ -256,6 +254,7 @@ class Engine:
         return replica_stats(
             self._engine.batcher.stats,
             max_model_len=self._engine.max_model_len,
+            goals=self._engine.goals,
             usage=usage,
             adapters=self._engine.adapters.report(),
             **turn,
@@ -282,7 +281,7 @@ class Engine:
         }
 
     def _job(self, request: RelayRequest) -> Job:
-        return Job(request, ready_at=self._ready_at)
+        return Job(request)
 
     async def _generated(self, job: Job, parse: Callable[[], GenerateRequest]) -> GenerateResponse:
         """Return the answer to a call of `/generate`, or of the handle.
@@ -354,7 +353,7 @@ class Engine:
                 # The slot of a prompt is given back at the prompt's end, which may come later.
                 job.slot.release(job.failure)
             job.call.close("lost" if self._engine.died else "ok")
-            self._telemetry.answered(job.request.headers, job.began, job.usage)
+            self._telemetry.answered(job.request, job.began, job.usage)
 
     async def check_health(self) -> None:
         """Raise if the engine or its watchdog has died, so that Serve replaces this replica."""

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 STARTING = 8
 """Jobs that are between the door and the engine at once: their templates, tokens and grammars are made then.
 
-The others wait in the order of the batcher. More at once would share the same two threads in no order.
+As many of live traffic as of batch work, so that neither waits for the other. The rest waits in the order of
+the batcher. More at once would share the same two threads in no order.
 """
 
 LONG_BYTES = 65_536
@@ -282,7 +283,6 @@ class Door:
             tenant=self._weigh(job, self.batcher),
             deadline=deadline,
             records=n,
-            arrived_at=job.arrived_at,
             needs=needs,
         )
 

@@ -25,7 +25,6 @@ class Job:
 
     Attributes:
         request: The request, from the Ingress, from a batch or from a call of the handle.
-        ready_at: Time at which the engine was ready, on the clock of `time.monotonic`.
         began: Arrival in this replica, on the clock of `time.monotonic`.
         scheduling: Tier, tenant and the rest of the queue timeout, as of the arrival here.
         usage: Tokens and times.
@@ -42,7 +41,6 @@ class Job:
     """
 
     request: RelayRequest
-    ready_at: float = 0.0
     began: float = field(default_factory=time.monotonic)
     scheduling: Scheduling = field(init=False)
     usage: RequestUsage = field(default_factory=RequestUsage)
@@ -74,17 +72,6 @@ class Job:
     def deadline(self) -> float | None:
         """Time by which the job must have started, on the clock of `time.monotonic`."""
         return self.scheduling.deadline(self.began)
-
-    @property
-    def arrived_at(self) -> float | None:
-        """Time of its arrival at an Ingress, on the clock of `time.monotonic`; None: its TTFT does not count.
-
-        The wait for a replica to start says nothing of what runs in it. A stream that goes on had its first
-        token before.
-        """
-        if self.request.resumes:
-            return None
-        return max(self.ready_at, self.began - self.request.age_s)
 
 
 _current: ContextVar[Job | None] = ContextVar("job", default=None)

@@ -142,9 +142,9 @@ def _batcher() -> Section:
     return {
         "policy": Item(
             defaults.policy,
-            "Each request reserves KV cache for its prompt and its max_tokens, so none is preempted. The "
-            "other policy, max_utilization, reserves the expected output: more requests run at once, some "
-            "are preempted.",
+            "Each request reserves KV cache for its prompt and its max_tokens. The other policy, "
+            "max_utilization, reserves for flex requests what answers of their tenant have been: more of them "
+            "run at once, and a few may be preempted.",
         ),
         "max_queue_size": Item(
             defaults.max_queue_size, "Most requests that wait. The next one gets a 429 with Retry-After."

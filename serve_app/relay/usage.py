@@ -21,7 +21,7 @@ import asyncio
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -94,6 +94,7 @@ class Usage:
         counted: Tokens that the engine has counted for the sequences that have ended.
         outcome: Its end.
         cost: Cost of the records of a function; 0 for a language model.
+        events: Names and times of what the engine did for it until its first token, on the same clock.
     """
 
     submitted_at: float
@@ -104,6 +105,7 @@ class Usage:
     counted: Tokens = NONE
     outcome: Outcome = "ok"
     cost: int = 0
+    events: Sequence[tuple[str, float]] = ()
     _slot: "Slot | Usage | None" = None
     _request: "RequestUsage | None" = None
     _running: tuple[Sequences, ...] = ()
@@ -141,6 +143,11 @@ class Usage:
             request._running.discard(self)
             request._add(self)
         request._end_if_idle()
+
+    def produced(self) -> int:
+        """Return the tokens of its answers that the engine has counted so far."""
+        with _lock:
+            return self._total().output
 
     def _total(self) -> Tokens:
         total = self.counted

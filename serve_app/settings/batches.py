@@ -1,7 +1,7 @@
 """Settings of files and batches."""
 
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import (
     AfterValidator,
@@ -43,6 +43,8 @@ class BatchesSettings(Strict):
             end of its window on.
         max_result_bytes: Most bytes of all result files of a tenant; the oldest are deleted beyond it.
         max_rows_in_flight: Most rows at the engines of one model at once.
+        deadlines: What becomes of a new batch whose completion window surely doesn't hold: `warn` says so in
+            its `warnings`, `refuse` answers 400 with the shortest window that holds.
     """
 
     folder: Folder
@@ -59,6 +61,7 @@ class BatchesSettings(Strict):
     retention_s: Annotated[int, Field(strict=True, ge=3600)] = 30 * DAY_S
     max_result_bytes: Positive = 100 << 30
     max_rows_in_flight: Positive = 1024
+    deadlines: Literal["warn", "refuse"] = "warn"
 
     @model_validator(mode="after")
     def _agree_with_each_other(self) -> "BatchesSettings":

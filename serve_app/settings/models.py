@@ -130,15 +130,24 @@ class EngineSettings(Strict):
 
 
 class GoalSettings(Strict):
-    """Latency goals for 99 of 100 requests of the tiers above `flex`; see `batcher.Goals`.
+    """Latency goals for 99 of 100 requests of the tiers above `flex`: one of the two, or both.
+
+    The scheduler bounds the time of a step accordingly: a token takes a step, and a first token takes the way
+    of a request, its own prompt, and two or three steps. `flex` requests get what the bound leaves.
 
     Attributes:
         ttft_p99_s: Seconds from the arrival of a request at the Ingress to its first token in the engine.
         tpot_p99_s: Seconds per token after the first.
     """
 
-    ttft_p99_s: Seconds
+    ttft_p99_s: Seconds | None = None
     tpot_p99_s: Seconds | None = None
+
+    @model_validator(mode="after")
+    def _has_a_goal(self) -> "GoalSettings":
+        if self.ttft_p99_s is None and self.tpot_p99_s is None:
+            raise ValueError("must have ttft_p99_s, tpot_p99_s, or both")
+        return self
 
 
 class BatcherSettings(Strict):
@@ -146,8 +155,10 @@ class BatcherSettings(Strict):
 
     Attributes:
         policy: `guaranteed_no_evict` reserves prompt + max_tokens of KV cache for each request, so
-            a running request is never preempted. `max_utilization` reserves the prompt and an
-            output estimated from finished requests: more run at once, some may be preempted.
+            memory is always enough for what runs of a tier. `max_utilization` reserves for `flex`
+            requests what the answers of their tenant have been, by their sum: several times as many run
+            at once where answers are shorter than max_tokens, and a few may be preempted. Other tiers
+            reserve as before. After a preemption less is overcommitted for some minutes.
         capacity_tokens: Tokens that may be in flight; by default the KV capacity that vLLM reports.
         max_running: Most requests in flight. The default, and the upper bound, is vLLM's `max_num_seqs`
             plus as many as end within two steps: these wait in vLLM, so that no step runs with a free
@@ -156,10 +167,11 @@ class BatcherSettings(Strict):
         max_queue_tokens: Most tokens that wait; by default only `max_queue_size` bounds the queue.
         tenant_weights: Each tenant's share relative to the others; 1.0 where not given.
         goals: Latency goals for the tiers above `flex`; `flex` runs beside them as far as the goals
-            allow. vLLM schedules by tier too, unless `engine.scheduling_policy` says otherwise. Without
-            goals a tier goes before the next lower one, and nothing more.
+            allow. A change takes no restart, in `user_config`. Without goals live requests still go first,
+            and steps have a default bound.
         priority_aging_s: Seconds of waiting after which a tier goes before the next higher one, for one
-            request; null: never. The default is 10, with goals null.
+            request; null: never. After this time a `flex` request also starts as if it were a live one, if
+            live traffic has kept all of them waiting.
     """
 
     policy: Literal["guaranteed_no_evict", "max_utilization"] = "guaranteed_no_evict"
@@ -170,12 +182,6 @@ class BatcherSettings(Strict):
     tenant_weights: Weights = Field(default_factory=dict)
     goals: GoalSettings | None = None
     priority_aging_s: Seconds | None = 10.0
-
-    @property
-    def aging_s(self) -> float | None:
-        """`priority_aging_s` in effect: null with goals, since ageing works against them, unless set."""
-        left_out = "priority_aging_s" not in self.model_fields_set
-        return None if self.goals and left_out else self.priority_aging_s
 
 
 class LLMSettings(Strict):

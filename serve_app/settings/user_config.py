@@ -17,8 +17,7 @@ class BatcherUserConfig(Strict):
         capacity_tokens: Tokens that may be in flight.
         max_running: Requests in flight.
         max_queue_size: Requests that wait.
-        goals: Latency goals, where `args` have some too: an engine that is started without goals schedules in
-            another way.
+        goals: Latency goals; null: none, whatever `args` say.
         tenant_weights: Each tenant's share relative to the others; 1.0 where not given.
     """
 

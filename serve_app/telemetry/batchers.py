@@ -83,18 +83,9 @@ class BatcherMetrics:
         self._meters.record(catalogue.CAPACITY, stats.capacity, self._model)
         if stats.max_running is not None:
             self._meters.record(catalogue.RUNNING_LIMIT, stats.max_running, self._model)
-        self._goal(stats)
+        self._meters.record(catalogue.BACKGROUND_RECORDS, stats.background_running, self._model)
         elapsed = stats.busy_time_s + stats.idle_time_s
         self._meters.count(catalogue.BUDGET_USED, stats.occupancy * elapsed, self._model)
-
-    def _goal(self, stats: ContinuousStats) -> None:
-        record, model = self._meters.record, self._model
-        if stats.goal_ttft_s is None or stats.expected_ttft_s is None or stats.background_window is None:
-            return
-        record(catalogue.FIRST_TOKEN_GOAL, stats.goal_ttft_s, model)
-        record(catalogue.FIRST_TOKEN_EXPECTED, stats.expected_ttft_s, model)
-        record(catalogue.BACKGROUND_RECORDS, stats.background_running, model)
-        record(catalogue.BACKGROUND_LIMIT, stats.background_window, model)
 
     def _batches(self, stats: BatchStats) -> None:
         meters, model = self._meters, self._model

@@ -103,24 +103,7 @@ RUNNING_COST = Metric(
     "saturate_running_cost", "gauge", "Cost of running records: the tokens of KV budget in use"
 )
 CAPACITY = Metric("saturate_capacity_cost", "gauge", "Cost that may run at once: the KV budget in tokens")
-FIRST_TOKEN_GOAL = Metric(
-    "saturate_first_token_goal_seconds",
-    "gauge",
-    "Goal for the time to first token, 99th percentile of the tiers above flex, where there are goals",
-)
-FIRST_TOKEN_EXPECTED = Metric(
-    "saturate_first_token_expected_seconds",
-    "gauge",
-    "Expected time to first token, 99th percentile of the tiers above flex",
-)
-BACKGROUND_RECORDS = Metric(
-    "saturate_background_records", "gauge", "Records of tier flex that run, where there are goals"
-)
-BACKGROUND_LIMIT = Metric(
-    "saturate_background_limit_records",
-    "gauge",
-    "Records of tier flex that may run now under the goals",
-)
+BACKGROUND_RECORDS = Metric("saturate_background_records", "gauge", "Records of tier flex that run")
 BUSY = Metric("saturate_busy_seconds_total", "counter", "Seconds in which at least one record ran")
 BUDGET_USED = Metric(
     "saturate_budget_used_seconds_total",
@@ -284,10 +267,7 @@ LLM = (
     BUDGET_USED,
     PROMPT_TOKENS,
     OUTPUT_TOKENS,
-    FIRST_TOKEN_GOAL,
-    FIRST_TOKEN_EXPECTED,
     BACKGROUND_RECORDS,
-    BACKGROUND_LIMIT,
 )
 FUNCTION = (BATCH_RECORDS, BATCH_COST, BATCHED_COST, PADDED_COST)
 DRIVER = (DRIVER_ROWS, DRIVER_TOKENS, DRIVER_RETRIES, DRIVER_CALLS)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from batcher import ContinuousBatcher, DynamicBatcher
-from serve_app.api.headers import Headers
+from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage
 from serve_app.settings.telemetry import TelemetrySettings
 from serve_app.telemetry.batchers import BatcherMetrics, metrics_of
@@ -49,16 +49,16 @@ class EngineTelemetry:
             self._tracing = Tracing(settings.traces)
         self._reporter = Reporter(*jobs).start()
 
-    def answered(self, headers: Headers, began_at: float, usage: RequestUsage) -> None:
+    def answered(self, request: RelayRequest, began_at: float, usage: RequestUsage) -> None:
         """Make the spans of a request that was answered, or whose client has left.
 
         Args:
-            headers: The request's headers.
+            request: The request.
             began_at: Time of arrival, on the clock of `time.monotonic`.
             usage: Tokens and times of the answer.
         """
         if self._tracing is not None:
-            self._tracing.engine(headers, self._model, began_at, usage)
+            self._tracing.engine(request, self._model, began_at, usage)
 
     def stop(self) -> None:
         """Report once more, and stop."""

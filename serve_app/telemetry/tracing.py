@@ -14,6 +14,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from serve_app.api.headers import Headers
+from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage, Usage
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.telemetry import TraceSettings
@@ -81,17 +82,22 @@ class Tracing:
                     span.set_status(Status(StatusCode.ERROR))
             span.end(_ns(request.ended_at, offset))
 
-    def engine(self, headers: Headers, model: str, began_at: float, usage: RequestUsage) -> None:
-        """Make the spans of a request in an engine: the whole, and the wait and run of each prompt.
+    def engine(self, request: RelayRequest, model: str, began_at: float, usage: RequestUsage) -> None:
+        """Make the spans of a request in an engine.
+
+        `handle` is its way from the Ingress, `engine` the whole, and `queue` and `generate` are the wait and
+        the run of each prompt.
 
         Args:
-            headers: The request's headers, from the Ingress.
+            request: The request, from the Ingress.
             model: The model's id.
             began_at: Time of arrival in the engine, on the clock of `time.monotonic`.
             usage: Tokens and times of the answer.
         """
         offset = _offset_ns()
-        parent = W3C.extract(_text(headers))
+        parent = W3C.extract(_text(request.headers))
+        way = self._tracer.start_span("handle", context=parent, start_time=int(request.arrived_at * 1e9))
+        way.end(_ns(began_at, offset))
         whole = self._tracer.start_span(
             "engine",
             context=parent,
@@ -115,9 +121,10 @@ class Tracing:
             "gen_ai.usage.input_tokens": prompt.prompt_tokens,
             "gen_ai.usage.output_tokens": prompt.output_tokens,
         }
-        self._tracer.start_span("generate", context=inside, start_time=times[1], attributes=tokens).end(
-            times[2]
-        )
+        run = self._tracer.start_span("generate", context=inside, start_time=times[1], attributes=tokens)
+        for name, at in prompt.events:
+            run.add_event(name, timestamp=_ns(at, offset))
+        run.end(times[2])
 
     def stop(self) -> None:
         """Export the remaining spans, and stop."""

@@ -40,7 +40,7 @@ class Choice:
         max_running: `batcher.max_running`.
         max_queue_size: `batcher.max_queue_size`; None: no goal bounds the wait.
         target_ongoing_requests: The same in `autoscaling_config`: requests in flight per replica.
-        goals: `batcher.goals`; empty: the batcher has no such goals.
+        goals: `batcher.goals`; empty: there are none for p99.
     """
 
     rate: float
@@ -51,9 +51,10 @@ class Choice:
 
     @property
     def batcher(self) -> dict[str, Any]:
-        """The settings under `batcher`, without the goals."""
+        """The settings under `batcher`."""
         queue = {} if self.max_queue_size is None else {"max_queue_size": self.max_queue_size}
-        return {"max_running": self.max_running, **queue}
+        goals = {"goals": dict(self.goals)} if self.goals else {}
+        return {"max_running": self.max_running, **queue, **goals}
 
 
 def choose(

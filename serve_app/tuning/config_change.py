@@ -18,15 +18,13 @@ class Change:
     Attributes:
         config: The config.
         left_out: Settings that it doesn't get, each with the reason.
-        restarts: Whether a deployment of it restarts the replicas of the model.
     """
 
     config: JSON
     left_out: tuple[str, ...]
-    restarts: bool
 
 
-def changed(config: JSON, model: str, choice: Choice, *, restart: bool) -> Change:
+def changed(config: JSON, model: str, choice: Choice) -> Change:
     """Return a Serve config with the chosen settings.
 
     They go into the `user_config` of the model's deployment, and a change of that alone restarts nothing.
@@ -35,21 +33,20 @@ def changed(config: JSON, model: str, choice: Choice, *, restart: bool) -> Chang
         config: The config, as `saturate serve` reads it.
         model: The id of the model.
         choice: The settings.
-        restart: Whether settings may go in that restart the model.
 
     Raises:
         ChangeError: No application has the model.
     """
     config = copy.deepcopy(config)
     found = [
-        (app, each)
+        app
         for app in config.get("applications") or []
         for each in (app.get("args") or {}).get("models") or []
         if each.get("id", each.get("source")) == model
     ]
     if not found:
         raise ChangeError(f"it has no model {model!r}")
-    app, settings = found[0]
+    app = found[0]
     # A key without a value is None in YAML.
     deployments = app["deployments"] = app.get("deployments") or []
     name = f"Engine:{model}"
@@ -58,22 +55,12 @@ def changed(config: JSON, model: str, choice: Choice, *, restart: bool) -> Chang
         deployment = {"name": name}
         deployments.append(deployment)
     user = deployment["user_config"] = dict(deployment.get("user_config") or {})
-    batcher = user["batcher"] = {**(user.get("batcher") or {}), **choice.batcher}
+    user["batcher"] = {**(user.get("batcher") or {}), **choice.batcher}
     left_out = []
-    restarts = False
-    if choice.goals:
-        own = settings.get("batcher") or {}
-        if own.get("goals"):
-            batcher["goals"] = dict(choice.goals)
-        elif restart:
-            settings["batcher"] = {**own, "goals": dict(choice.goals)}
-            restarts = True
-        else:
-            left_out.append("batcher.goals: the model was started without goals, so they take a restart")
     scaling = deployment.get("autoscaling_config")
     if scaling and not isinstance(scaling, str) and "policy" not in scaling:
         scaling["target_ongoing_requests"] = choice.target_ongoing_requests
     else:
         reason = "its policy has another target" if scaling else "the model has a fixed number of replicas"
         left_out.append(f"target_ongoing_requests: {reason}")
-    return Change(config, tuple(left_out), restarts)
+    return Change(config, tuple(left_out))

@@ -28,7 +28,7 @@ def snippet(answer: Trial, default: Settings, goals: tuple[Goal, ...]) -> str:
     Args:
         answer: The plan.
         default: Settings of a config that leaves them out.
-        goals: The goals, of which the batcher can hold some for live traffic beside `flex` requests.
+        goals: The goals, of which the engine can hold some for live traffic beside `flex` requests.
     """
     sections = model_settings(answer.settings, default)
     lines = []
@@ -46,6 +46,6 @@ def snippet(answer: Trial, default: Settings, goals: tuple[Goal, ...]) -> str:
 
 
 def batcher_goals(goals: tuple[Goal, ...]) -> dict[str, float]:
-    """Return the goals that `batcher.goals` has, by their names there; without a TTFT it takes none."""
+    """Return the goals that `batcher.goals` has, by their names there."""
     found = {goal.name: goal.bound for goal in goals if goal.percentile == 99 and goal.metric != "latency"}
-    return {f"{name}_s": found[name] for name in sorted(found, reverse=True)} if "ttft_p99" in found else {}
+    return {f"{name}_s": found[name] for name in sorted(found, reverse=True)}

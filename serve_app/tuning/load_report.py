@@ -115,7 +115,7 @@ def body(tuning: Tuning) -> dict[str, Any]:
         if choice is None
         else {
             "rate": round(choice.rate, 4),
-            "batcher": choice.batcher | ({"goals": choice.goals} if choice.goals else {}),
+            "batcher": choice.batcher,
             "target_ongoing_requests": choice.target_ongoing_requests,
         },
         "applied": [fields(step) for step in tuning.applied],
@@ -158,17 +158,12 @@ def fields(step: Step) -> dict[str, Any]:
 
 def choice_lines(choice: Choice, model: str) -> list[str]:
     """Return the lines to put into a config."""
-    batcher: dict[str, Any] = dict(choice.batcher)
     lines = [f"settings for {choice.rate:.4g} requests/s, in deployments:", f'- name: "Engine:{model}"']
-    dumped = yaml.safe_dump({"user_config": {"batcher": batcher}}, sort_keys=False)
+    dumped = yaml.safe_dump({"user_config": {"batcher": choice.batcher}}, sort_keys=False)
     lines += [f"  {line}" for line in dumped.splitlines()]
     lines.append(
         f"  # with autoscaling_config: target_ongoing_requests: {choice.target_ongoing_requests} per replica"
     )
-    if choice.goals:
-        goals = ", ".join(f"{name}: {value:g}" for name, value in choice.goals.items())
-        lines += ["in args.models, at the model, beside requests of the tier flex:"]
-        lines += [f"  batcher: {{goals: {{{goals}}}}}"]
     return lines
 
 

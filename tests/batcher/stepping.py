@@ -6,9 +6,6 @@ import itertools
 import random
 from dataclasses import dataclass, field
 
-from batcher import ContinuousBatcher
-from tests.batcher.virtual import now
-
 
 @dataclass(frozen=True)
 class Costs:
@@ -48,16 +45,14 @@ class _Step:
 
 
 class StepEngine:
-    """Runs sequences step by step and tells a batcher how long each step took.
+    """Runs sequences step by step.
 
     Args:
         costs: What a step takes.
-        batcher: Where steps are reported.
     """
 
-    def __init__(self, costs: Costs, batcher: ContinuousBatcher) -> None:
+    def __init__(self, costs: Costs) -> None:
         self._costs = costs
-        self._batcher = batcher
         self._waiting: list[tuple[int, int, _Sequence]] = []
         self._running: list[_Sequence] = []
         self._order = itertools.count()
@@ -84,14 +79,12 @@ class StepEngine:
                 await self._work.wait()
                 continue
             planned = self._plan() if self._costs.ahead else None
-            start = now()
             await asyncio.sleep(step.seconds)
             for sequence in step.ready:
                 if not sequence.first.done():
                     sequence.first.set_result(None)
             for sequence in step.last:
                 sequence.done.set_result(None)
-            self._batcher.step(now() - start)
 
     def _plan(self) -> "_Step | None":
         """Return the next step; None: there is nothing to do."""

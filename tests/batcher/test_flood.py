@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from batcher import ContinuousBatcher, Expired, Goals, QueueFull
+from batcher import ContinuousBatcher, Expired, QueueFull
 from tests.batcher.stepping import Costs, StepEngine
 from tests.batcher.virtual import VirtualLoop, now
 
@@ -39,7 +39,7 @@ class Found:
     probes: Counter[bool] = field(default_factory=Counter)
 
 
-def flood(seconds: float, follow: float, goals: Goals | None = None) -> Found:
+def flood(seconds: float, follow: float, background: int | None = None) -> Found:
     """Send ten times the rate for so many seconds; a share of those who are refused come back."""
 
     async def run() -> Found:
@@ -51,10 +51,10 @@ def flood(seconds: float, follow: float, goals: Goals | None = None) -> Found:
             max_running=PLACES,
             max_queue_size=QUEUE,
             priority_aging_s=None,
-            goals=goals,
+            background=background,
             clock=now,
         ) as batcher:
-            engine = StepEngine(COSTS, batcher)
+            engine = StepEngine(COSTS)
 
             async def ask(tenant: str, priority: int, limit: float | None = None) -> str | float:
                 deadline = None if limit is None else now() + limit
@@ -116,12 +116,11 @@ def flood(seconds: float, follow: float, goals: Goals | None = None) -> Found:
 
 
 @pytest.mark.parametrize(
-    "goals",
-    [pytest.param(None, id="classes"), pytest.param(Goals(1.0), id="goals", marks=pytest.mark.long)],
+    "background", [pytest.param(None, id="tiers"), pytest.param(1, id="background", marks=pytest.mark.long)]
 )
-def test_a_minute_of_ten_times_the_load(goals: Goals | None) -> None:
+def test_a_minute_of_ten_times_the_load(background: int | None) -> None:
     seconds = 60.0
-    found = flood(seconds, 0.05, goals)
+    found = flood(seconds, 0.05, background)
     # The engine is never idle, and does nothing that comes too late.
     goodput = sum(5 <= at < seconds for at in found.done) / (seconds - 5)
     assert goodput >= 0.9 * RATE

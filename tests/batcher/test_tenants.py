@@ -39,7 +39,7 @@ def beside(times: float, *, tenants: bool = True) -> Seen:
         async with ContinuousBatcher(
             capacity=16_000, max_running=PLACES, max_queue_size=500, clock=now
         ) as batcher:
-            engine = StepEngine(Costs(), batcher)
+            engine = StepEngine(Costs())
 
             async def ask(name: str) -> None:
                 prompt, output = draw.randint(32, 128), draw.randint(16, 128)

@@ -22,7 +22,7 @@ from tests.benchmarks.plan import live, tables
 from tests.benchmarks.plan.live import Pair
 from tests.benchmarks.plan.loads import CASES, Level, case, levels
 from tests.benchmarks.plan.planned import planned, trial
-from tests.benchmarks.serve.models import Model
+from tests.benchmarks.serve.models import Model, simulated
 from tests.benchmarks.serve.running import Server, UnavailableError
 from tests.serve_app.tuning.streaming_server import streaming_server
 
@@ -65,10 +65,10 @@ def test_a_rate_is_bounded() -> None:
 
 
 def test_the_device_is_that_of_the_plan() -> None:
-    profile = live.device(H100).simulate
+    profile = simulated(H100).simulate
     assert profile is not None
     assert profile == H100.model_copy(update={"load_s": 0.0})
-    assert live.device(H100).engine["max_num_batched_tokens"] == H100.max_num_batched_tokens
+    assert simulated(H100).engine["max_num_batched_tokens"] == H100.max_num_batched_tokens
 
 
 # The same requests

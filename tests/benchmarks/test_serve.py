@@ -11,11 +11,10 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from serve_app.engine.vllm.options import vllm_args
 from serve_app.settings.models import LLMSettings
-from serve_app.simulation.profiles import PROFILES
 from tests.benchmarks.serve.__main__ import main
 from tests.benchmarks.serve.client import Answer, Connections
 from tests.benchmarks.serve.loads import ALL_LOADS, CHUNK, DEVICE_LOADS, SERIES
-from tests.benchmarks.serve.models import MODELS
+from tests.benchmarks.serve.models import DEVICES, MODELS
 from tests.benchmarks.serve.servers import DEFAULT_ON_DEVICE, OURS, VLLM, flags
 from tests.benchmarks.serve.tables import DEVICE_TARGETS, targets
 from tests.benchmarks.serve.ways import Run, ways
@@ -95,7 +94,7 @@ def test_every_load_of_a_device_reaches_both_servers() -> None:
 
 
 def test_targets_are_those_of_the_device() -> None:
-    assert set(DEVICE_TARGETS) <= set(PROFILES) <= set(MODELS)
+    assert set(DEVICE_TARGETS) <= set(DEVICES) <= set(MODELS)
     for loads in DEVICE_TARGETS.values():
         assert set(loads) <= set(DEVICE_LOADS)
     assert targets("device-1", "l4-7b") != targets("device-1", "h100-8b")
@@ -104,7 +103,7 @@ def test_targets_are_those_of_the_device() -> None:
     assert DEFAULT_ON_DEVICE[:2] == [OURS, VLLM]
 
 
-@pytest.mark.parametrize("name", PROFILES)
+@pytest.mark.parametrize("name", DEVICES)
 def test_both_servers_run_on_the_same_device(name: str, tmp_path: Path) -> None:
     device = MODELS[name](tmp_path)
     theirs = make_arg_parser(FlexibleArgumentParser()).parse_args(flags(device.engine))

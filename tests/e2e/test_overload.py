@@ -119,9 +119,7 @@ def check_batcher(service: Service) -> None:
         stats = batcher(http)
     ended = ("completed", "failed", "cancelled", "expired")
     assert stats["total_submitted"] == sum(stats[f"total_{end}"] for end in ended)
-    # The engine reports its steps, and estimates follow from them.
-    assert 0 < stats["expected_ttft_s"] < 60
-    assert stats["background_window"] >= 1
+    assert stats["background_running"] == 0
 
 
 async def light(client: httpx.AsyncClient, count: int) -> list[float]:

@@ -50,14 +50,18 @@ def test_a_request_is_one_trace_from_the_ingress_to_the_engine(
     body |= {"prompts": ["What is 1+2?"]} if path == "/generate" else {"prompt": "What is 1+2?"}
     response = http.post(path, json=body, headers={"traceparent": f"00-{trace}-{sender}-01"})
     assert response.status_code == 200
-    found = wait_for(lambda: spans_of(service, trace), 4)
+    found = wait_for(lambda: spans_of(service, trace), 5)
     spans = {span["name"]: span for span in found}
-    assert set(spans) == {f"POST {path}", "engine", "queue", "generate"}
+    assert set(spans) == {f"POST {path}", "handle", "engine", "queue", "generate"}
     assert spans[f"POST {path}"]["parent_id"] == f"0x{sender}"
     assert spans["engine"]["parent_id"] == spans[f"POST {path}"]["context"]["span_id"]
     for name in ("queue", "generate"):
         assert spans[name]["parent_id"] == spans["engine"]["context"]["span_id"]
     assert spans["engine"]["attributes"]["gen_ai.usage.output_tokens"] == 4
+    events = [event["name"] for event in spans["generate"]["events"]]
+    assert events == ["tokenized", "queued", "scheduled", "first token", "received"]
+    times = [event["timestamp"] for event in spans["generate"]["events"]]
+    assert times == sorted(times)
     # The same clock in both processes: nothing begins before what holds it.
     assert spans[f"POST {path}"]["start_time"] <= spans["engine"]["start_time"]
     assert spans["generate"]["end_time"] <= spans[f"POST {path}"]["end_time"]

@@ -42,22 +42,10 @@ ROW = Row(
             "Waiting for a replica: there is none yet, or Serve's own limit is reached.",
         ),
         Panel(
-            "Goal for the first token",
-            "s",
-            (
-                Query(highest(c.FIRST_TOKEN_EXPECTED, "model"), "{{model}} expected"),
-                Query(highest(c.FIRST_TOKEN_GOAL, "model"), "{{model}} goal"),
-            ),
-            "With `batcher.goals`: time to first token of 99 of 100 requests that are not flex.",
-        ),
-        Panel(
             "Batch work beside live traffic",
             "short",
-            (
-                Query(total(c.BACKGROUND_RECORDS, "model"), "{{model}}"),
-                Query(total(c.BACKGROUND_LIMIT, "model"), "{{model}} at most"),
-            ),
-            "Records of flex that run, and their limit.",
+            (Query(total(c.BACKGROUND_RECORDS, "model"), "{{model}}"),),
+            "Records of flex that run.",
         ),
     ),
 )

@@ -24,11 +24,13 @@ from serve_app.engine.door import Door
 from serve_app.engine.grammars import Grammar
 from serve_app.engine.job import Job, current
 from serve_app.engine.stream_interval import StreamIntervals
+from serve_app.engine.vllm.held_tokens import may_be_held
 from serve_app.engine.vllm.resume import go_on, resume_mode
 from serve_app.engine.vllm.sampler_bounds import bound_seed, oversize
-from serve_app.engine.vllm.scheduler import may_be_held
+from serve_app.engine.vllm.scheduler import GOALS
 from serve_app.engine.vllm.stats import CountedLLM, CountedPrompt
 from serve_app.relay.resume import to_ids
+from serve_app.settings.models import GoalSettings
 
 if TYPE_CHECKING:
     from serve_app.engine.vllm.lora import Adapters
@@ -40,6 +42,21 @@ MAX_ID = 256
 """Longest id of a request that vLLM gets, in characters: vLLM returns it with each token."""
 
 
+def goals_left(goals: GoalSettings, age_s: float) -> tuple[float, float]:
+    """Return the goals of a request as vLLM's scheduler gets them.
+
+    Args:
+        goals: The goals.
+        age_s: Seconds since its arrival at the Ingress.
+
+    Returns:
+        Seconds that are left until its first token, and seconds per token after it; 0: there is no such goal.
+    """
+    first_s = goals.ttft_p99_s or 0.0
+    # A request that is late by a wait outside the engine asks for no shorter steps.
+    return max(first_s - age_s, first_s / 2), goals.tpot_p99_s or 0.0
+
+
 class GatedLLM(CountedLLM):
     """An `AsyncLLM` whose prompts run in slots of the batcher.
 
@@ -48,6 +65,7 @@ class GatedLLM(CountedLLM):
         door: Gives the slots. A task without a job passes it: the engine's own warm-up.
         intervals: Decides the tokens in a piece of a stream that the scheduler doesn't hold.
         by_priority: vLLM schedules by priority too.
+        goals: Latency goals of live traffic; None: there are none.
         max_prompt_logprobs: Most logprobs of prompt tokens that a prompt may ask for.
         compiles_grammars: The engine compiles grammars with xgrammar; another backend refuses them itself.
     """
@@ -56,6 +74,7 @@ class GatedLLM(CountedLLM):
     door: Door
     intervals: StreamIntervals
     by_priority: bool
+    goals: GoalSettings | None = None
     max_prompt_logprobs: int
     compiles_grammars: bool = False
 
@@ -135,7 +154,10 @@ class GatedLLM(CountedLLM):
         length = prompt_length(prompt, self.model_config.max_model_len)
         if self.by_priority:
             # Not the priority in the body: the Ingress has decided what its client may ask for.
-            options["priority"] = job.scheduling.priority
+            options["priority"] = 0 if slot.promoted else job.scheduling.priority
+            if self.goals is not None and options["priority"] <= 0:
+                told = {GOALS: goals_left(self.goals, time.monotonic() - job.began + job.request.age_s)}
+                params.extra_args = (params.extra_args or {}) | told
         # The parameters don't change any more, and a copy costs a fifth of vLLM's work on a short prompt.
         params.skip_clone = True
         if job.request.token_ids:
@@ -236,7 +258,7 @@ class GatedLLM(CountedLLM):
                 with CountedPrompt(job.usage, slot, length) as counted:
                     async with aclosing(results):
                         async for result in results:
-                            # Goals look at the first token; here that is the result.
+                            # The result is the first token, for the statistics.
                             slot.first_token()
                             counted.last = result
                             yield result

@@ -15,7 +15,6 @@ from vllm.envs import enable_envs_cache
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
-from batcher import Goals
 from serve_app.api.protocol import JSON
 from serve_app.engine.adapters import AdapterFiles
 from serve_app.engine.door import Door, EngineLanes
@@ -35,7 +34,6 @@ from serve_app.engine.vllm.warm_up import compile_nothing_on_a_cpu, warm_up
 from serve_app.engine.vllm.workarounds import bound_tokenizing, refuse_media, short_chats_at_once
 from serve_app.ledger.calls import CallBook
 from serve_app.settings.models import LLMSettings
-from serve_app.settings.schema import SettingsError
 from serve_app.settings.turns import ShareSettings
 from serve_app.settings.user_config import BatcherUserConfig
 
@@ -106,12 +104,12 @@ class VLLMEngine:
         self.llm.intervals = StreamIntervals()
         self.llm.by_priority = self._args.scheduling_policy == "priority"
         self.llm.max_prompt_logprobs = settings.max_prompt_logprobs
+        self._goals = self.llm.goals = settings.batcher.goals
         self._limits = limits_of(settings.batcher, self.llm)
         slots = self.adapters.slots
         self.batcher = batcher_of(settings.batcher, self._limits, EngineLanes(slots))
         slots.on_change = self.batcher.reopen
-        if settings.batcher.goals:
-            self.stats.batcher = self.batcher
+        self.stats.preempted = self.batcher.overcommitted
         self._texts = text_batcher_of(settings.batcher, EngineLanes(slots))
         self.max_model_len: int = self.llm.model_config.max_model_len
         self.door = self.llm.door = Door(
@@ -143,6 +141,11 @@ class VLLMEngine:
         return bool(self.llm.errored)
 
     @property
+    def goals(self) -> JSON | None:
+        """The goals in force, by their names in `batcher.goals`; None: there are none."""
+        return None if self.llm.goals is None else self.llm.goals.model_dump(exclude_none=True)
+
+    @property
     def steps(self) -> int:
         """Messages that the engine has sent so far."""
         return self.stats.steps
@@ -153,23 +156,17 @@ class VLLMEngine:
         return bool(self.llm.output_processor.has_unfinished_requests())
 
     def tune(self, tuning: BatcherUserConfig) -> None:
-        """Change the limits of admission while requests run; a field left out is as `args` have it.
+        """Change the goals and the limits of admission while requests run.
 
-        Raises:
-            SettingsError: There are goals, and `args` have none.
+        A field left out is as `args` have it.
         """
         limits = self._limits
-        if tuning.goals is not None and limits.goals is None:
-            raise SettingsError(
-                "user_config.batcher.goals: the engine was started without batcher.goals in args; add them "
-                "there, which restarts it"
-            )
+        # Null takes away the goals of `args`.
+        self.llm.goals = tuning.goals if "goals" in tuning.model_fields_set else self._goals
         self.batcher.set_capacity(
             tuning.capacity_tokens or limits.capacity, max_running=tuning.max_running or limits.max_running
         )
         self.batcher.set_queue_size(tuning.max_queue_size or limits.max_queue_size)
-        if limits.goals is not None:
-            self.batcher.set_goals(Goals(**tuning.goals.model_dump()) if tuning.goals else limits.goals)
         self.batcher.set_tenant_weights(
             limits.tenant_weights if tuning.tenant_weights is None else tuning.tenant_weights
         )

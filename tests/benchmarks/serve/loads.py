@@ -70,24 +70,24 @@ class Load:
         return [self.make(number) for number in range(first, first + max(least, int(self.count * share)))]
 
 
-def _text(number: int, tokens: int) -> str:
+def text(number: int, tokens: int) -> str:
     """Return a text that shares no prefix with that of another number."""
     return (f"{number:06}" + FOX * (tokens // len(FOX) + 1))[:tokens]
 
 
 def fixed(number: int) -> Prompt:
     """Return a prompt of 64 tokens with an answer of 64."""
-    return Prompt(_text(number, INPUT), OUTPUT)
+    return Prompt(text(number, INPUT), OUTPUT)
 
 
 def short(number: int) -> Prompt:
     """Return a prompt of 64 tokens with an answer of 16."""
-    return Prompt(_text(number, INPUT), 16)
+    return Prompt(text(number, INPUT), 16)
 
 
 def shared(number: int) -> Prompt:
     """Return a prompt of 1,024 tokens, of which the first 896 (7 blocks of KV cache) are always the same."""
-    return Prompt((FOX * 20)[:896] + _text(number, 128), OUTPUT)
+    return Prompt((FOX * 20)[:896] + text(number, 128), OUTPUT)
 
 
 @cache
@@ -95,7 +95,7 @@ def mixed(number: int) -> Prompt:
     """Return a prompt of 8 to 128 tokens with an answer of 8 to 256, lognormal around a median of 48."""
     draw = random.Random(number % SERIES)
     answer = draw.lognormvariate(math.log(48), 0.9)
-    return Prompt(_text(number, draw.randint(8, 128)), min(256, max(8, round(answer))))
+    return Prompt(text(number, draw.randint(8, 128)), min(256, max(8, round(answer))))
 
 
 SHORT = "64 tokens in, 16 out"
@@ -118,13 +118,13 @@ LOADS: Mapping[str, Load] = {
 
 def document(number: int) -> Prompt:
     """Return a prompt of 256 tokens with an answer of 128."""
-    return Prompt(_text(number, 256), 128)
+    return Prompt(text(number, 256), 128)
 
 
 @cache
 def mixed_list(number: int) -> Prompt:
     """Return a prompt of 64 tokens with an answer of 8 to 256, the same in each list of 50."""
-    return Prompt(_text(number, INPUT), mixed(number % SERIES // CHUNK).tokens)
+    return Prompt(text(number, INPUT), mixed(number % SERIES // CHUNK).tokens)
 
 
 @cache
@@ -134,7 +134,7 @@ def _book() -> str:
 
 def long(number: int) -> Prompt:
     """Return a prompt of 220 KB, all but the last 128 bytes always the same, with an answer of 16 tokens."""
-    return Prompt(_book() + _text(number, 128), 16)
+    return Prompt(_book() + text(number, 128), 16)
 
 
 DOCUMENT = "256 tokens in, 128 out"

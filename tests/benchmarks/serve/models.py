@@ -11,10 +11,15 @@ from typing import Any
 import yaml
 
 from serve_app.simulation.options import engine_options
-from serve_app.simulation.profiles import PROFILES, Profile
+from serve_app.simulation.profiles import PROFILES, Profile, read_profile
 from tests.e2e.service import ROOT
 
 DEMO = ROOT / "serve_app/demo/model"
+
+MEASURED = ROOT / "tests/benchmarks/profiles/h100-qwen2.5-7b.yaml"
+
+DEVICES: Mapping[str, Profile] = {**PROFILES, "measured-h100": read_profile(str(MEASURED))}
+"""Profiles of simulated devices by name: the built-in ones, and a measured one."""
 
 FRONT = {"enable_auto_tool_choice", "tool_call_parser", "reasoning_parser", "chat_template"}
 """Options of a server, which `vllm.LLM` doesn't know."""
@@ -118,9 +123,9 @@ class Shape:
         (folder / "config.json").write_text(json.dumps(config))
 
 
-def config() -> dict[str, Any]:
-    """Return configs/local.yaml."""
-    content: dict[str, Any] = yaml.safe_load((ROOT / "configs/local.yaml").read_text())
+def config(tree: Path = ROOT) -> dict[str, Any]:
+    """Return configs/local.yaml of a checkout of this project."""
+    content: dict[str, Any] = yaml.safe_load((tree / "configs/local.yaml").read_text())
     return content
 
 
@@ -171,14 +176,18 @@ def tiny(folder: Path) -> Model:
 
 def device(name: str, folder: Path) -> Model:
     """Return the demo model on a simulated device that loads at once and whose cache no load fills."""
-    changes = {"load_s": 0.0, "kv_tokens": 6_000_000, "max_model_len": 262_144}
-    profile = PROFILES[name].model_copy(update=changes)
-    return Model(about(name), DEMO, engine_options(profile), simulate=profile)
+    return simulated(DEVICES[name].model_copy(update={"kv_tokens": 6_000_000, "max_model_len": 262_144}))
+
+
+def simulated(profile: Profile) -> Model:
+    """Return the demo model on a simulated device that loads at once; the KV cache is that of the profile."""
+    at_once = profile.model_copy(update={"load_s": 0.0})
+    return Model(about(profile.name), DEMO, engine_options(at_once), simulate=at_once)
 
 
 def about(name: str) -> str:
     """Return a short description of a model."""
-    if name in PROFILES:
+    if name in DEVICES:
         return f"the simulated device {name}"
     if name not in SHAPES:
         return "the demo model"
@@ -213,6 +222,6 @@ MODELS: Mapping[str, Callable[[Path], Model]] = {
     "75m": small,
     "7b": large,
     "7b-tiny": tiny,
-    **{name: partial(device, name) for name in PROFILES},
+    **{name: partial(device, name) for name in DEVICES},
 }
 """Factories of the models, by name; each gets a folder for files."""

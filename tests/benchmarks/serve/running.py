@@ -16,7 +16,7 @@ from tests.benchmarks.serve import groups
 from tests.benchmarks.serve.groups import CpuUsage
 from tests.benchmarks.serve.models import config
 from tests.benchmarks.serve.pipes import Pipe
-from tests.e2e.service import free_port
+from tests.e2e.service import ROOT, free_port
 
 START_S = 300.0
 STOP_S = 60.0
@@ -77,6 +77,7 @@ def over_http(
     env: Mapping[str, str],
     ready: str = "/health",
     end: signal.Signals = signal.SIGTERM,
+    cwd: Path = ROOT,
 ) -> Iterator[Server]:
     """Run a server until the block ends; then stop it and every process that it started.
 
@@ -88,6 +89,7 @@ def over_http(
         env: Further environment variables.
         ready: Path that answers 200 once the server is ready.
         end: Signal that ends it.
+        cwd: Its working directory, where Python looks for packages first.
 
     Raises:
         UnavailableError: The server did not become ready.
@@ -101,6 +103,7 @@ def over_http(
             stdout=output,
             stderr=output,
             env=environment() | dict(env),
+            cwd=cwd,
             start_new_session=True,
         )
     try:

@@ -17,7 +17,7 @@ from tests.benchmarks.serve import ray_llm
 from tests.benchmarks.serve.models import Model, config
 from tests.benchmarks.serve.pipes import Pipe
 from tests.benchmarks.serve.running import Server, UnavailableError, environment, over_http
-from tests.e2e.service import free_port, give_ports
+from tests.e2e.service import ROOT, free_port, give_ports
 
 MANY = 1 << 40
 """A limit that no load reaches."""
@@ -35,6 +35,7 @@ def saturate(
     batches: Path | None = None,
     usage: Mapping[str, Any] | None = None,
     replicas: Mapping[str, int] | None = None,
+    tree: Path = ROOT,
 ) -> Iterator[Server]:
     """Run this project's configs/local.yaml with another model and further settings.
 
@@ -46,8 +47,9 @@ def saturate(
         batches: Folder of the batch API; None: there is none.
         usage: Accounting; None: there is none.
         replicas: Number of replicas by deployment, which then reserve no cores in Ray.
+        tree: Checkout of this project; another one than this needs a `.venv` of its own.
     """
-    content = config()
+    content = config(tree)
     content["http_options"]["port"] = port = free_port()
     (served,) = content["applications"][0]["args"]["models"]
     del content["applications"][0]["args"]["batches"]
@@ -69,8 +71,9 @@ def saturate(
     ports = give_ports(content)
     path = folder / "saturate.yaml"
     path.write_text(yaml.safe_dump(content, sort_keys=False))
-    command = [sys.executable, "-m", "serve_app.cli", "serve", "--verbose", str(path)]
-    with over_http("saturate", command, port, folder, env=model.env | ports) as server:
+    python = sys.executable if tree == ROOT else str(tree / ".venv/bin/python")
+    command = [python, "-m", "serve_app.cli", "serve", "--verbose", str(path)]
+    with over_http("saturate", command, port, folder, env=model.env | ports, cwd=tree) as server:
         yield server
 
 

@@ -18,7 +18,6 @@ from starlette.types import Message
 
 from serve_app.api.errors import RequestError
 from serve_app.api.facts import (
-    BEAMS,
     CALLS,
     CHUNK_BYTES,
     CONTENT,
@@ -213,7 +212,6 @@ def check_facts(facts: Facts, content: dict[str, Any], body: bytes, path: str) -
         assert facts.prompt >= len(body) + facts.prompts * TEMPLATE_TOKENS
         assert not {"image_url", "input_audio", "prompt_embeds"} & set(texts(content))
     assert facts.grammar == any(name in content for name in GRAMMARS)
-    assert facts.beam >= (path in BEAMS and bool(read_as(bool, content.get("use_beam_search"))))
     assert facts.stream >= bool(read_as(bool, content.get("stream")))
     if path not in POOLING:
         assert facts.answers >= max(read_as(int, content.get(name)) or 1 for name in ("n", "best_of"))
@@ -347,7 +345,7 @@ def test_a_prompt_has_no_more_tokens_than_its_body_has_bytes() -> None:
         1,
         7,
     )
-    assert (facts.runs, facts.beam, facts.grammar, facts.stream) == (True, False, False, False)
+    assert (facts.runs, facts.grammar, facts.stream) == (True, False, False)
 
 
 @pytest.mark.parametrize(
@@ -415,18 +413,6 @@ def test_routes_that_run_no_model_take_no_tokens(path: str) -> None:
     facts = facts_of(path, messages=[], records=[1, "a"], prompt="x" * 999)
     assert not facts.runs
     assert facts.most(None) == 0
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "beam"),
-    [
-        *((path, value, True) for path in BEAMS for value in (True, 1, "true", "Yes", "t", 1.0)),
-        *((CHAT, value, False) for value in (False, 0, None, "false", "Off", "n", 0.0)),
-        ("/v1/responses", True, False),
-    ],
-)
-def test_a_beam_search_is_seen_however_it_is_spelled(path: str, value: object, beam: bool) -> None:
-    assert facts_of(path, use_beam_search=value, n=3).beam is beam
 
 
 @pytest.mark.parametrize("name", GRAMMARS)

@@ -1,5 +1,6 @@
 """An object storage that is read as `s3fs` and `gcsfs` do it: each read is a request for a range."""
 
+from collections import Counter
 from typing import Any, ClassVar
 
 import fsspec
@@ -16,21 +17,24 @@ class _File(AbstractBufferedFile):  # type: ignore[misc]
         if BufferedStorage.fails:
             # Those of botocore and aiohttp are no OSErrors either.
             raise RuntimeError("the storage can't be reached")
-        BufferedStorage.fetched.append(end - start)
-        data: bytes = self.fs.store[self.path].getvalue()
-        return data[start:end]
+        data: bytes = self.fs.store[self.path].getvalue()[start:end]
+        BufferedStorage.fetched.append(len(data))
+        BufferedStorage.fetched_of[self.path.rpartition("/")[2]] += len(data)
+        return data
 
 
 class BufferedStorage(MemoryFileSystem):  # type: ignore[misc]
     """The storage, in memory.
 
     Attributes:
-        fetched: Lengths of the ranges that were asked for.
+        fetched: Lengths of the ranges that were sent.
+        fetched_of: Bytes that were sent, by the last part of the path.
         fails: Whether reading fails.
     """
 
     protocol = PROTOCOL
     fetched: ClassVar[list[int]] = []
+    fetched_of: ClassVar[Counter[str]] = Counter()
     fails = False
 
     @classmethod

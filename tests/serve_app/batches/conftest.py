@@ -33,7 +33,14 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     """Opens the place of a store."""
     if request.param == "SQLite":
         return lambda: tmp_path
-    url = request.getfixturevalue("postgres").database()
+    found: Place = request.getfixturevalue("postgres_place")
+    return found
+
+
+@pytest.fixture
+def postgres_place(postgres: Server) -> Place:
+    """Opens a database in PostgreSQL."""
+    url = postgres.database()
 
     def connect() -> Database:
         from serve_app.batches.postgres import Postgres

@@ -98,13 +98,20 @@ class Crash:
         shutil.copytree(self._folder, self._after, ignore=shutil.ignore_patterns("*-shm"))
         if self._random is None:
             return
-        for folder in ("files", "drafts"):
+        for folder in ("files", "drafts", "parts"):
             for path in (self._folder / folder).glob("*"):
                 self._lose(path, self._after / folder / path.name, self._random)
 
     def _lose(self, path: Path, copy: Path, random: Random) -> None:
         found = path.stat()
-        if found.st_ino not in self._names and random.random() < 0.5:
+        lost = found.st_ino not in self._names and random.random() < 0.5
+        if path.is_dir():
+            for inner in path.iterdir():
+                self._lose(inner, copy / inner.name, random)
+            if lost:
+                shutil.rmtree(copy)
+            return
+        if lost:
             copy.unlink()
             return
         stable = min(self._lengths.get(found.st_ino, 0), found.st_size)

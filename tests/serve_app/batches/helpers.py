@@ -10,11 +10,13 @@ from pydantic_core import to_json
 
 from serve_app.api.protocol import JSON
 from serve_app.batches import failpoints
-from serve_app.batches.content import Content, Contents
+from serve_app.batches.content import Content, Contents, Disk
+from serve_app.batches.database import SQLite
 from serve_app.batches.files import add_file
 from serve_app.batches.limits import Limits
 from serve_app.batches.store import Store
 from serve_app.batches.stored import Batch, File
+from tests.progress import STILL_S
 
 CHAT = "/v1/chat/completions"
 NOW = 1_800_000_000
@@ -77,17 +79,59 @@ def commits() -> Iterator[asyncio.Event]:
         failpoints.hook = None
 
 
-def opened(folder: Path) -> tuple[Store, Content]:
+async def all_ended(store: Store, committed: asyncio.Event) -> None:
+    """Wait until no batch is open, with an event of `commits`."""
+    async with asyncio.timeout(STILL_S):
+        while True:
+            committed.clear()
+            if not store.open_batches():
+                return
+            await committed.wait()
+
+
+def on_disk(folder: Path, epoch: int = 1) -> Content[Path]:
+    """Return contents on the disk."""
+    return Content(folder, epoch, Disk(folder))
+
+
+def opened(folder: Path) -> tuple[Store, Content[Path]]:
     """Return a store and its contents."""
-    return Store(folder), Content(folder)
+    store = Store(folder)
+    return store, on_disk(folder, store.epoch)
 
 
-def ids_on_disk(content: Content) -> set[str]:
+def bytes_of(content: Contents, id: str, size: int) -> bytes:
+    """Return the first bytes of a content."""
+    return b"".join(content.pieces(id, size))
+
+
+def ids_on_disk(content: Content[Path]) -> set[str]:
     """Return the ids of all contents on the disk."""
-    return {path.name for path in content.path("any").parent.iterdir()}
+    return {path.name for path in content.path("any").parent.iterdir()} | ids_of_parts(content)
+
+
+def ids_of_parts(content: Content[Path]) -> set[str]:
+    """Return the ids of the contents on the disk that have parts."""
+    return {path.name for path in (content.path("any").parent.parent / "parts").iterdir()}
 
 
 def content_ids(store: Store) -> set[str]:
     """Return the ids of all contents that may be there: of files, and of the results of open batches."""
     files = {row["id"] for row in store._rows("SELECT id FROM files")}
     return files | {id for batch in store.open_batches() for id in (batch.output_file, batch.error_file)}
+
+
+def lose_lock(database: Any) -> None:
+    """Take the lock of an open database away, so that another process may open the same one."""
+    if isinstance(database, SQLite):
+        # As a network file system does.
+        database._held.close()
+        return
+    import psycopg
+
+    # As a server does that takes the connection which has the lock for a dead one.
+    with psycopg.connect(database._url, autocommit=True) as connection:
+        connection.execute(
+            "SELECT pg_terminate_backend(pid, 5000) FROM pg_locks JOIN pg_database ON oid = database "
+            "WHERE locktype = 'advisory' AND datname = current_database()"
+        )

@@ -4,12 +4,11 @@ from pathlib import Path
 import pytest
 
 from serve_app.batches import failpoints
-from serve_app.batches.content import Content
 from serve_app.batches.errors import DatabaseError, TooManyError
 from serve_app.batches.files import add_file, delete_contents, delete_noted, remove_expired
 from serve_app.batches.limits import Limits
 from serve_app.batches.stored import Counts
-from tests.serve_app.batches.helpers import DAY_S, NOW, batch_of, file_of, ids_on_disk, opened, put
+from tests.serve_app.batches.helpers import DAY_S, NOW, batch_of, file_of, ids_on_disk, on_disk, opened, put
 
 
 def test_files_are_deleted_when_their_time_is_over(tmp_path: Path) -> None:
@@ -52,7 +51,7 @@ def test_contents_of_others_stay(tmp_path: Path) -> None:
     for folder in ("files", "drafts"):
         (tmp_path / folder / "thesis.tex").write_bytes(b"x")
     draft = content.draft()
-    store, content = opened(tmp_path / "empty")[0], Content(tmp_path)
+    store, content = opened(tmp_path / "empty")[0], on_disk(tmp_path, theirs.epoch + 1)
     assert delete_noted(store, content) == 0
     assert ids_on_disk(content) == {"in", "thesis.tex"}
     assert [path.name for path in (tmp_path / "drafts").iterdir()] == ["thesis.tex"]

@@ -22,6 +22,7 @@ from serve_app.batches.errors import DatabaseError, HeldError, StateError
 from serve_app.batches.files import delete_noted
 from serve_app.batches.key_rules import KeyRules
 from serve_app.batches.pacing import Backoff, Fixed
+from serve_app.batches.recording import adopt_results
 from serve_app.batches.runner import Runner
 from serve_app.batches.states import ENDED
 from serve_app.batches.store import Store
@@ -29,7 +30,17 @@ from serve_app.batches.stored import Batch
 from tests.progress import STILL_S
 from tests.serve_app.batches.crash import FAULTS, Crash, KilledError, inline
 from tests.serve_app.batches.engine import Engine
-from tests.serve_app.batches.helpers import DAY_S, NOW, batch_of, content_ids, ids_on_disk, put, row, text_of
+from tests.serve_app.batches.helpers import (
+    DAY_S,
+    NOW,
+    batch_of,
+    content_ids,
+    ids_on_disk,
+    on_disk,
+    put,
+    row,
+    text_of,
+)
 from tests.serve_app.batches.server import Server
 
 LIVES = 8
@@ -63,6 +74,9 @@ class Plan:
             name = f"b{number}"
             self.tenants[name] = random.choice(("anna", "ben"))
             rows = [row(f"{name}-{count}") for count in range(random.randint(1, 25))]
+            for one in rows:
+                # Rows that share a beginning are sent together.
+                one["body"]["system"] = random.choice("xyz") * random.choice((0, 1000))
             self.texts[name] = text_of(*rows)
         if random.random() < 0.3:
             self.cancel = random.choice(list(self.texts)), random.randrange(20)
@@ -114,6 +128,7 @@ class Schedule:
         self._faults = Random(seed) if faulty else None
         self._database = database
         self.engine = Engine(self.plan.status, self.random)
+        self.runner: Runner | None = None
 
     async def run(self) -> None:
         """Run processes until one comes to the end."""
@@ -140,10 +155,12 @@ class Schedule:
     async def _live(self) -> None:
         store = runner = None
         try:
-            store, content = self._open(), Content(self.folder)
+            store = self._open()
+            content = on_disk(self.folder, store.epoch)
             with suppress(OSError, DatabaseError):
                 # As the service does: they stay noted.
                 delete_noted(store, content)
+            self._adopt(store, content)
             runner = Runner(
                 store,
                 content,
@@ -154,6 +171,7 @@ class Schedule:
                 clock=lambda: self.now,
                 tick_s=TICK_S,
             )
+            self.runner = runner
             async with asyncio.timeout(STILL_S):
                 await self._work(store, content, runner)
         finally:
@@ -168,7 +186,13 @@ class Schedule:
             with suppress(DatabaseError):
                 return Store(self.folder if self._database is None else self._database())
 
-    async def _work(self, store: Store, content: Content, runner: Runner) -> None:
+    def _adopt(self, store: Store, content: Content[Path]) -> None:
+        while True:
+            # As the service does, whose next start tries again.
+            with suppress(OSError, DatabaseError):
+                return adopt_results(store, content)
+
+    async def _work(self, store: Store, content: Content[Path], runner: Runner) -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(runner.run())
             for name in self.plan.texts:
@@ -183,16 +207,20 @@ class Schedule:
                 await asyncio.sleep(0)
             runner.stop()
 
-    def _ask_for(self, store: Store, content: Content, name: str) -> None:
+    def _ask_for(self, store: Store, content: Content[Path], name: str) -> None:
         """Upload a file and create its batch, unless an earlier life has done so."""
         tenant = self.plan.tenants[name]
         if any(batch.id == name for batch in store.batches(tenant).items):
             return
         ids = [file.id for file in store.files(tenant).items if file.id.startswith(f"in-{name}-")]
         if not ids:
-            ids = [f"in-{name}-{self.folder.name}"]
+            ids = [f"in-{name}-{self._life()}"]
             put(store, content, ids[0], self.plan.texts[name], tenant)
         store.add_batch(batch_of(name, ids[0], tenant, retention_s=30 * DAY_S), 10)
+
+    def _life(self) -> str:
+        """Return the name of the process."""
+        return self.folder.name
 
     def _happen(self, store: Store, runner: Runner) -> None:
         answers = sum(self.engine.final.values())
@@ -206,7 +234,8 @@ class Schedule:
 
     def check(self) -> None:
         """Check the invariants on the disk."""
-        store, content = self._open(), Content(self.folder)
+        store = self._open()
+        content = on_disk(self.folder, store.epoch)
         try:
             for name, text in self.plan.texts.items():
                 self._check_batch(store, content, store.batch(name), text)
@@ -218,7 +247,7 @@ class Schedule:
         assert repeated <= self.again
         assert self.engine.most <= self.limit
 
-    def _check_batch(self, store: Store, content: Content, batch: Batch, text: bytes) -> None:
+    def _check_batch(self, store: Store, content: Content[Path], batch: Batch, text: bytes) -> None:
         assert b"".join(content.pieces(batch.input_file, len(text))) == text
         assert batch.state in ENDED - {"failed"}
         if batch.state == "cancelled" and not batch.total:
@@ -240,7 +269,7 @@ class Schedule:
             assert self.engine.final[custom_id]
 
 
-def _lines(store: Store, content: Content, batch: Batch, id: str, count: int) -> dict[str, JSON]:
+def _lines(store: Store, content: Content[Path], batch: Batch, id: str, count: int) -> dict[str, JSON]:
     """Return the rows of a result file by `custom_id`."""
     if not count:
         return {}

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
@@ -7,10 +8,20 @@ from pydantic_core import from_json
 from serve_app.batches import failpoints
 from serve_app.batches.content import Content, Contents
 from serve_app.batches.errors import ContentLostError
-from serve_app.batches.lines import Position
-from serve_app.batches.recording import close, give_up, record, unfinished
+from serve_app.batches.plan import unsent
+from serve_app.batches.recording import close, give_up, record, whole
 from serve_app.batches.rows import Row, answered
-from tests.serve_app.batches.helpers import NOW, batch_of, ids_on_disk, opened, put, row, text_of
+from tests.serve_app.batches.helpers import (
+    NOW,
+    batch_of,
+    bytes_of,
+    ids_on_disk,
+    on_disk,
+    opened,
+    put,
+    row,
+    text_of,
+)
 
 ROWS = [Row(number, text_of(row(f"r{number}"))) for number in (1, 2, 3)]
 
@@ -40,9 +51,10 @@ def test_results_are_written_once_whatever_the_commit_said(
     batch = store.batch("b")
     assert (batch.completed, batch.failed, batch.unrun) == (1, 1, 0)
     assert (batch.input_tokens, batch.output_tokens) == (5, 2)
-    assert content.path(batch.output_file).read_bytes() == results[0].text
-    assert content.path(batch.error_file).read_bytes() == results[1].text
-    assert unfinished(store, content, batch, Position())[0] == [Row(ROWS[2].line, ROWS[2].text.strip())]
+    assert bytes_of(content, batch.output_file, batch.output_bytes) == results[0].text
+    assert bytes_of(content, batch.error_file, batch.error_bytes) == results[1].text
+    left = unsent(store, content, batch)
+    assert left.take(content) == [Row(ROWS[2].line, ROWS[2].text.strip(), "demo")]
 
     close(store, content, store.move("b", "cancelling", NOW), NOW)
     batch = store.batch("b")
@@ -69,12 +81,12 @@ def test_a_batch_whose_input_has_lost_rows_does_not_end_as_if_it_were_complete(t
 @pytest.mark.parametrize("where", ["disk", "memory"])
 def test_the_results_of_a_batch_that_lost_a_content_can_be_read(where: str, tmp_path: Path) -> None:
     store = opened(tmp_path)[0]
-    content: Contents = Content(tmp_path)
+    content: Contents = on_disk(tmp_path)
     if where == "memory":
         pytest.importorskip("fsspec")
-        from serve_app.batches.object_storage import ObjectContent
+        from serve_app.batches.object_storage import Objects
 
-        content = ObjectContent(f"memory://{uuid4().hex}", tmp_path)
+        content = Content(tmp_path, 1, Objects(f"memory://{uuid4().hex}"))
     put(store, content, "in", b"".join(row.text for row in ROWS))
     store.add_batch(batch_of("b", "in"), 1)
     store.move("b", "in_progress", NOW, total=3)
@@ -93,6 +105,34 @@ def test_the_results_of_a_batch_that_lost_a_content_can_be_read(where: str, tmp_
     assert file.bytes == content.size(batch.output_file) == len(results[0].text)
     assert b"".join(content.pieces(file.id, file.bytes)) == results[0].text
     assert content.size(batch.error_file) is None
+    store.close()
+
+
+def test_results_of_a_batch_that_was_given_up_while_the_disk_failed_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, content = opened(tmp_path)
+    put(store, content, "in", ROWS[0].text)
+    store.add_batch(batch_of("b", "in"), 1)
+    store.move("b", "in_progress", NOW, total=1)
+    record(store, content, "b", [answered("b", ROWS[0], 200, {})])
+    output = bytes_of(content, "file-b-out", store.batch("b").output_bytes)
+
+    def fail(point: str) -> None:
+        if point == "content.rename":
+            raise OSError("the disk fails")
+
+    monkeypatch.setattr(failpoints, "hook", fail)
+    with pytest.raises(OSError, match="the disk fails"):
+        give_up(store, content, "b", "the content of in is gone", NOW)
+    monkeypatch.setattr(failpoints, "hook", None)
+    file = store.file("anna", "file-b-out")
+    assert content.size(file.id) is None
+    assert whole(content, file)
+    assert content.path(file.id).read_bytes() == output
+    content.path(file.id).unlink()
+    assert not whole(content, file)
+    assert not whole(content, replace(file, id="in", purpose="batch"))
     store.close()
 
 

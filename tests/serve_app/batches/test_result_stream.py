@@ -10,7 +10,7 @@ from serve_app.batches.errors import ContentLostError
 from serve_app.batches.result_stream import result_stream
 from serve_app.batches.stored import Batch
 from tests.progress import STILL_S
-from tests.serve_app.batches.helpers import batch_of
+from tests.serve_app.batches.helpers import batch_of, on_disk
 
 LIMIT_S = STILL_S
 
@@ -46,7 +46,7 @@ class Writer:
 
 @pytest.fixture
 def writer(tmp_path: Path) -> Writer:
-    return Writer(Content(tmp_path))
+    return Writer(on_disk(tmp_path))
 
 
 async def test_results_come_while_they_are_written(writer: Writer) -> None:
@@ -89,9 +89,9 @@ async def test_a_file_that_is_gone_ends_the_stream(writer: Writer) -> None:
 
 async def test_parts_that_become_one_object_meanwhile_are_read_there(tmp_path: Path) -> None:
     pytest.importorskip("fsspec", reason="fsspec is not installed here (pip install -e '.[storage]')")
-    from serve_app.batches.object_storage import ObjectContent
+    from serve_app.batches.object_storage import Objects
 
-    writer = Writer(ObjectContent("memory://stream", tmp_path))
+    writer = Writer(Content(tmp_path, 1, Objects("memory://stream")))
     for data in (b"one\n", b"two\n", b"three\n"):
         writer.write(data)
     async with asyncio.timeout(LIMIT_S):

@@ -11,11 +11,10 @@ from starlette.applications import Starlette
 
 from serve_app.batches import failpoints
 from serve_app.batches.api import BatchAPI
-from serve_app.batches.content import Content
 from serve_app.batches.store import Store
 from tests.progress import STILL_S
 from tests.serve_app.batches.conftest import Place
-from tests.serve_app.batches.helpers import CHAT, row
+from tests.serve_app.batches.helpers import CHAT, on_disk, row
 from tests.serve_app.batches.site import Site, upload
 
 
@@ -49,7 +48,7 @@ async def test_a_database_that_fails_is_told(site: Site, client: openai.AsyncOpe
 
 async def test_a_nul_in_a_request_is_no_failure_of_the_database(place: Place, tmp_path: Path) -> None:
     store = Store(place())
-    app = Starlette(routes=BatchAPI(store, Content(tmp_path), lambda: None).routes())
+    app = Starlette(routes=BatchAPI(store, on_disk(tmp_path), lambda: None).routes())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://batches/v1") as http:
         fields = {"input_file_id": "\0", "endpoint": CHAT, "completion_window": "24h"}
         answers = [

@@ -27,13 +27,13 @@ from serve_app.batches.store import Store
 from serve_app.batches.stored import Batch
 from tests.progress import STILL_S
 from tests.serve_app.batches.engine import USAGE, Engine, custom_id_of
-from tests.serve_app.batches.helpers import DAY_S, NOW, batch_of, opened, put, row, text_of
+from tests.serve_app.batches.helpers import CHAT, DAY_S, NOW, batch_of, bytes_of, opened, put, row, text_of
 
 
 class Bench:
     """A runner, its store, and the engines."""
 
-    def __init__(self, store: Store, content: Content, engine: Engine, **options: Any) -> None:
+    def __init__(self, store: Store, content: Content[Path], engine: Engine, **options: Any) -> None:
         self.store = store
         self.content = content
         self.engine = engine
@@ -150,7 +150,55 @@ async def test_a_file_with_bad_lines_fails_the_batch(tmp_path: Path) -> None:
     assert engine.sent == []
 
 
-async def test_batches_of_a_tenant_go_in_the_order_of_their_arrival(tmp_path: Path) -> None:
+async def test_the_batches_of_a_tenant_go_by_deadline_and_rows_in_flight_stay(tmp_path: Path) -> None:
+    engine = Engine()
+    engine.go.clear()
+    async with running(tmp_path, engine, concurrency=Fixed(2)) as bench:
+        bench.add("week", *(row(f"week{number}") for number in range(5)), expires_at=NOW + 7 * DAY_S)
+        await engine.until(lambda: engine.running == 2)
+        for id, hours in (("day", 24), ("hour", 1)):
+            bench.add(id, *(row(f"{id}{number}") for number in range(3)), expires_at=NOW + hours * 3600)
+        await bench.until(lambda: {bench.store.batch(id).state for id in ("day", "hour")} == {"in_progress"})
+        assert engine.running == 2
+        engine.go.set()
+        for id in ("week", "day", "hour"):
+            await bench.ended(id)
+    sent = [id.rstrip("01234") for _, id in engine.sent]
+    assert sent == ["week"] * 2 + ["hour"] * 3 + ["day"] * 3 + ["week"] * 3
+    assert max(engine.tries.values()) == 1
+
+
+async def test_what_the_engines_have_room_for_is_measured_and_kept(tmp_path: Path) -> None:
+    engine = Engine(lambda _: passed())
+    limit = Fixed(4)
+    limit.interval_s = 0.0
+
+    def passed() -> int:
+        bench.now += 1.0
+        return 200
+
+    rows = [row(str(number)) for number in range(300)]
+    fields: JSON = {"endpoint": CHAT, "expires_at": NOW + DAY_S, "created_at": NOW}
+    async with running(tmp_path, engine, concurrency=limit) as bench:
+        new = batch_of("new", "in-b", **fields)
+        bench.add("b", *rows)
+        assert "No promise" in bench.runner.foresee(new, 1000)[1].message
+        assert (await bench.ended("b")).promised is False
+    store, content = opened(tmp_path)
+    (hour,) = store.capacity()["demo"]
+    # A row takes a second; its work is that of three tokens in, two out, and itself.
+    assert hour.work / hour.seconds == pytest.approx(3 * 0.5 + 2 + 1, rel=0.2)
+    assert hour.seconds > 100
+    again = Bench(store, content, engine)
+    again.now += 400
+    size = len(text_of(*rows))
+    assert again.runner.foresee(replace(new, expires_at=NOW + DAY_S), size)[0].promised
+    late, outlook = again.runner.foresee(replace(new, expires_at=NOW + 900), 500 * size)
+    assert (late.promised, outlook.verdict) == (False, "late")
+    store.close()
+
+
+async def test_batches_with_one_deadline_go_in_the_order_of_their_arrival(tmp_path: Path) -> None:
     engine = Engine()
     async with running(tmp_path, engine, concurrency=Fixed(1)) as bench:
         engine.go.clear()
@@ -559,7 +607,8 @@ async def test_an_output_that_is_gone_fails_the_batch(tmp_path: Path) -> None:
     async with running(tmp_path, engine, concurrency=Fixed(1)) as bench:
         bench.add("b", *(row(str(number)) for number in range(300)))
         await bench.until(lambda: bench.store.batch("b").completed > 0)
-        bench.content.path(bench.store.batch("b").output_file).unlink()
+        for part in (tmp_path / "parts" / bench.store.batch("b").output_file).iterdir():
+            part.unlink()
         batch = await bench.ended("b", state="failed")
         assert batch.errors[0]["code"] == "content_lost"
     assert len(engine.sent) < 300
@@ -636,7 +685,7 @@ async def test_a_cancelled_runner_ends_after_the_thread_that_writes(tmp_path: Pa
     assert run.cancelled()
     batch = store.batch("b")
     assert batch.completed == 1
-    assert content.size(batch.output_file) == batch.output_bytes
+    assert len(bytes_of(content, batch.output_file, batch.output_bytes)) == batch.output_bytes > 0
     store.close()
 
 

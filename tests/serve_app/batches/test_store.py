@@ -147,7 +147,7 @@ def test_the_oldest_ended_batches_of_a_tenant_make_space_for_new_ones(store: Sto
 
 def test_a_batch_takes_the_ways_of_the_table_only(store: Store) -> None:
     store.add_batch(batch_of("b", "in"), 1)
-    moved = store.move("b", "in_progress", NOW + 1, total=3, model="demo")
+    moved = store.move("b", "in_progress", NOW + 1, total=3, model="demo", work=7.5)
     assert (moved.state, moved.in_progress_at, moved.total, moved.model) == (
         "in_progress",
         NOW + 1,
@@ -176,6 +176,7 @@ def test_rows_are_committed_once(store: Store) -> None:
         store.finish(before, [2], Counts(1, 0, 0, 10, 0))
     assert store.batch("b") == after
     assert store.finished("b", 1, 3) == {1, 3}
+    assert store.finished_of("b", [3, 2]) == {3}
 
 
 def test_the_results_of_a_batch_that_ended_are_files(store: Store) -> None:

@@ -13,8 +13,9 @@ from starlette.routing import Route
 from starlette.types import Message
 
 from serve_app.api.errors import RequestError
-from serve_app.batches.content import Content, Draft
+from serve_app.batches.content import Content, Disk, Draft
 from serve_app.batches.upload import FORM_BYTES, receive
+from tests.serve_app.batches.helpers import on_disk
 
 BOUNDARY = "b0undary"
 HEAD = (
@@ -27,7 +28,7 @@ KIND = {"content-type": f"multipart/form-data; boundary={BOUNDARY}"}
 
 def site(folder: Path) -> httpx.AsyncClient:
     """Return a client of an application that keeps the file of a form as `kept`."""
-    content = Content(folder)
+    content = on_disk(folder)
 
     async def keep(request: Request) -> Response:
         upload = await receive(request, content, 100 << 20)
@@ -114,7 +115,7 @@ async def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
 async def test_bytes_that_are_not_the_file_are_bounded(tmp_path: Path, head: bytes, more: bytes) -> None:
     pieces = [head, *[more] * (2 * FORM_BYTES // len(more))]
     with pytest.raises(RequestError) as caught:
-        await receive(request_of(*pieces), Content(tmp_path), 100 << 20)
+        await receive(request_of(*pieces), on_disk(tmp_path), 100 << 20)
     assert caught.value.status == 413
     assert [*(tmp_path / "drafts").iterdir()] == []
 
@@ -122,13 +123,15 @@ async def test_bytes_that_are_not_the_file_are_bounded(tmp_path: Path, head: byt
 async def test_a_draft_that_a_thread_makes_after_the_end_of_its_request_is_deleted(tmp_path: Path) -> None:
     loop, opening, go = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
 
-    class SlowContent(Content):
+    class SlowContent(Content[Path]):
         def draft(self) -> Draft:
             loop.call_soon_threadsafe(opening.set)
             go.wait()
             return super().draft()
 
-    receiving = asyncio.create_task(receive(request_of(HEAD, TAIL), SlowContent(tmp_path), 100))
+    receiving = asyncio.create_task(
+        receive(request_of(HEAD, TAIL), SlowContent(tmp_path, 1, Disk(tmp_path)), 100)
+    )
     await opening.wait()
     receiving.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -140,6 +143,6 @@ async def test_a_draft_that_a_thread_makes_after_the_end_of_its_request_is_delet
 
 async def test_a_name_has_no_nul_which_postgresql_does_not_store(tmp_path: Path) -> None:
     head = HEAD.replace("ü".encode(), b"a\0b")
-    upload = await receive(request_of(head, TAIL), Content(tmp_path), 100)
+    upload = await receive(request_of(head, TAIL), on_disk(tmp_path), 100)
     upload.discard()
     assert upload.filename == "a\ufffdb.jsonl"

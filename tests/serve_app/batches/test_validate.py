@@ -6,7 +6,7 @@ import pytest
 
 from serve_app.api.protocol import JSON
 from serve_app.batches.limits import Limits
-from serve_app.batches.validate import Findings, validate
+from serve_app.batches.validate import Findings, sketch, validate
 from tests.serve_app.batches.helpers import CHAT, row, text_of
 
 MODELS = ("demo", "other")
@@ -24,8 +24,8 @@ def body(**fields: Any) -> JSON:
 
 
 def test_a_valid_file(tmp_path: Path) -> None:
-    assert check(tmp_path, row("a"), b"", row("b")) == Findings(2, "demo", [])
-    assert check(tmp_path, row("a"), row("b", **body(model="other"))) == Findings(2, None, [])
+    assert check(tmp_path, row("a"), b"", row("b"))[:3] == (2, "demo", [])
+    assert check(tmp_path, row("a"), row("b", **body(model="other")))[:3] == (2, None, [])
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_bad_line_is_told_with_its_number(
 
 def test_a_model_may_be_left_out_where_one_is_served(tmp_path: Path) -> None:
     found = check(tmp_path, row("a", url="/generate", body={"prompts": ["x"]}), endpoint="/generate")
-    assert found == Findings(1, None, [])
+    assert found[:3] == (1, None, [])
 
 
 def test_an_empty_file_is_an_error(tmp_path: Path) -> None:
@@ -95,3 +95,29 @@ def test_memory_does_not_grow_with_the_bytes(tmp_path: Path) -> None:
     tracemalloc.stop()
     assert (found.total, found.errors) == (2_000, [])
     assert peak < 5_000_000
+
+
+def test_a_sketch_says_what_a_validation_would(tmp_path: Path) -> None:
+    rows = [row(f"row-{number:04}", **body(max_tokens=100 + number % 7)) for number in range(700)]
+    whole = check(tmp_path, *rows)
+    found = sketch(tmp_path / "in", CHAT, (tmp_path / "in").stat().st_size)
+    assert found.model == whole.model == "demo"
+    assert found.work == pytest.approx(whole.work, rel=0.02)
+
+
+def test_the_work_of_a_row_is_bound_by_what_its_body_asks_for(tmp_path: Path) -> None:
+    def work(endpoint: str = CHAT, **fields: Any) -> float:
+        return check(tmp_path, row("a", url=endpoint, **body(**fields)), endpoint=endpoint).work
+
+    short = work(max_tokens=10)
+    assert work(max_tokens=1010) == pytest.approx(short + 1000, abs=1)
+    assert work(max_completion_tokens=10, n=3) == pytest.approx(short + 20, abs=5)
+    assert work(max_tokens=10, user="x" * 8000) == pytest.approx(short + 1000, abs=5)
+    assert work() > short
+    assert work("/v1/embeddings", max_tokens=1000) < short + 10
+
+
+def test_a_sketch_of_what_can_not_be_read_has_no_model(tmp_path: Path) -> None:
+    for text in (b"", b"{", b"[1]", b'{"body": 7}', b'{"body": {"model": 7}}', b"x" * (2 << 20)):
+        (tmp_path / "in").write_bytes(text)
+        assert sketch(tmp_path / "in", CHAT, len(text)).model is None

@@ -106,7 +106,9 @@ def test_the_more_important_column_stays() -> None:
 
 
 def test_a_goal_stands_beside_what_is_reached() -> None:
-    text = drawn(look(one(ttft_p99_s=0.4, goal_ttft_s=0.5)))
+    models = one(ttft_p99_s=0.4)
+    models["demo"]["replicas"][0]["goals"] = {"ttft_p99_s": 0.5}
+    text = drawn(look(models))
     assert "400 ms of 500 ms" in text
 
 
@@ -175,9 +177,11 @@ def test_a_line_about_batches() -> None:
         "rows_per_s": 12.5,
         "eta_s": 96.0,
         "late": 1,
+        "unsure": 2,
     }
     assert line(drawn(look({}, batches=batches)), "batches") == (
-        "batches: 2 in_progress · rows: 1.2k waiting, 64 in flight · 12 rows/s · 96.0 s left · 1 will be late"
+        "batches: 2 in_progress · rows: 1.2k waiting, 64 in flight · 12 rows/s · 96.0 s left · "
+        "1 will be late · 2 may be late"
     )
     assert "batches: none is open" in drawn(look({}, batches={"batches": {}}))
     assert "batches: no replica" in drawn(look({}, batches={"error": "no replica"}))

@@ -48,18 +48,17 @@ def test_gauges_of_one_replica() -> None:
         wait_p99_s=2.5,
         ttft_p50_s=0.1,
         ttft_p99_s=0.3,
-        goal_ttft_s=0.5,
-        expected_ttft_s=0.4,
         total_completed=11,
         total_rejected=3,
     )
+    entry["goals"] = {"ttft_p99_s": 0.5}
     found = only(poll(0.0, {"demo": replicas(entry)})).figures
     assert (found.running, found.max_running, found.waiting) == (5, 64, 7)
     assert found.waiting_by_tier == {"priority": 1, "default": 2, "flex": 4}
     assert (found.kv_tokens, found.kv_capacity, found.kv_used) == (30_000, 100_000, 0.3)
     assert (found.wait_p50_s, found.wait_p99_s) == (0.5, 2.5)
     assert (found.ttft_p50_s, found.ttft_p99_s) == (0.1, 0.3)
-    assert (found.ttft_goal_s, found.ttft_expected_s) == (0.5, 0.4)
+    assert found.ttft_goal_s == 0.5
     assert (found.completed, found.rejected, found.failed) == (11, 3, 0)
     # Rates need a second look.
     assert (found.output_tokens_per_s, found.busy, found.requests_per_s) == (None, None, None)

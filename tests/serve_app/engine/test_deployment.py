@@ -118,7 +118,6 @@ class Served:
         parts._book.keep_ended()
         parts._telemetry = EngineTelemetry(SILENT, "demo", site.batcher)
         parts._id = "demo"
-        parts._ready_at = 0.0
         parts._max_prompts = 10
         parts._default_output = 4
         parts._openai = OpenAI(app, parts._engine)

@@ -1,16 +1,15 @@
 """Admission at the door: every job gets its slot with all that it needs, or a refusal, before it runs."""
 
 import asyncio
-import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batcher import Aborted, BatcherError, Closed, Expired, Goals, Oversize, QueueFull
+from batcher import Aborted, BatcherError, Closed, Expired, Oversize, QueueFull
 from serve_app.api.errors import RequestError
 from serve_app.engine.autoscaling import SEQUENCES, autoscaling_stats
 from serve_app.engine.door import LONG_AT_ONCE, LONG_BYTES, STARTING, refusal_of
@@ -20,7 +19,6 @@ from tests.batcher.virtual import VirtualLoop, blocked, now, virtual
 from tests.serve_app.engine.engine_doubles import (
     BLOCK,
     CONTEXT,
-    REQUEST,
     PlayedAdapters,
     Site,
     grammar_body,
@@ -239,36 +237,6 @@ async def test_the_weight_of_a_tenant_holds_in_the_queue() -> None:
 
 
 # Times.
-
-
-@pytest.mark.parametrize(
-    ("resumes", "ready_s", "seen_s"),
-    [(False, 60.0, 5.0), (True, 60.0, None), (False, 1.0, 1.0)],
-    ids=["new", "goes on", "waited for the engine to start"],
-)
-def test_a_job_has_the_time_of_its_arrival_at_the_ingress_or_of_the_engine_s_start(
-    resumes: bool, ready_s: float, seen_s: float | None
-) -> None:
-    at = time.monotonic()
-    request = replace(REQUEST, arrived_at=time.time() - 5.0, resumes=resumes)
-    job = Job(request, ready_at=at - ready_s, began=at)
-    assert job.arrived_at == (None if seen_s is None else pytest.approx(at - seen_s, abs=0.5))
-
-
-@virtual
-async def test_goals_count_from_the_arrival_of_a_job() -> None:
-    async with opened(goals=Goals(1.0)) as site:
-        # The engine is ready from the beginning.
-        await asyncio.sleep(60.0)
-        site.batcher.step(0.01)
-        for _ in range(25):
-            job = new_job()
-            job.request = replace(job.request, arrived_at=time.time() - 5.0)
-            await site.door.admit(job)
-            async with site.door.place(job, BLOCK, 0, 1) as slot:
-                slot.first_token()
-        assert site.batcher.stats.expected_ttft_s is not None
-        assert site.batcher.stats.expected_ttft_s >= 5.0
 
 
 @pytest.mark.parametrize("wait", ["a place", "an adapter", "a grammar", "a text", "space"])

@@ -20,7 +20,7 @@ from tests.serve_app.settings.helpers import mistakes, one
         ({"retention_s": 10}, "args.batches.retention_s: "),
         ({"max_file_bytes": 5}, "args.batches: max_line_bytes: must be at most max_file_bytes, which is 5"),
         ({"max_batches": 9}, "args.batches: max_open_batches: must be at most max_batches, which is 9"),
-        ({"lines": 5}, "args.batches.lines: unknown key; did you mean max_lines?"),
+        ({"lines": 5}, "args.batches.lines: unknown key; did you mean max_lines or deadlines?"),
     ],
 )
 def test_wrong_batches_are_told_with_the_fix(fields: JSON, line: str) -> None:

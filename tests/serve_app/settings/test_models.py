@@ -46,14 +46,17 @@ def test_weights_and_ageing_of_both_kinds() -> None:
     assert BatcherSettings().priority_aging_s == 10.0
 
 
-def test_goals_turn_ageing_off_unless_it_is_set() -> None:
-    goals = {"ttft_p99_s": 0.3, "tpot_p99_s": 0.05}
-    batcher = only(one(batcher={"goals": goals})).batcher
+@pytest.mark.parametrize("names", [["ttft_p99_s"], ["tpot_p99_s"], ["ttft_p99_s", "tpot_p99_s"]])
+def test_a_goal_may_be_for_the_first_token_or_for_each_further_one(names: list[str]) -> None:
+    batcher = only(one(batcher={"goals": dict.fromkeys(names, 0.3)})).batcher
     assert batcher.goals is not None
-    assert batcher.goals.model_dump() == goals
-    assert batcher.aging_s is None
-    assert only(one(batcher={"goals": goals, "priority_aging_s": 10.0})).batcher.aging_s == 10.0
-    assert BatcherSettings().aging_s == 10.0
+    assert batcher.goals.model_dump(exclude_none=True) == dict.fromkeys(names, 0.3)
+    assert batcher.priority_aging_s == 10.0
+
+
+def test_goals_without_a_goal_are_a_mistake() -> None:
+    (line,) = mistakes(one(batcher={"goals": {}}))
+    assert line.endswith("batcher.goals: must have ttft_p99_s, tpot_p99_s, or both"), line
 
 
 def test_settings_of_a_batcher_that_contradict_each_other() -> None:

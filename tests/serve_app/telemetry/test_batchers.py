@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from batcher import ContinuousBatcher, DynamicBatcher, Goals
+from batcher import ContinuousBatcher, DynamicBatcher
 from serve_app.telemetry import catalogue
 from serve_app.telemetry.batchers import BatcherMetrics, metrics_of
 from serve_app.telemetry.meters import Meters
@@ -58,24 +58,13 @@ async def test_the_window_of_a_continuous_batcher() -> None:
         assert metrics.total(catalogue.TENANT_WAIT, "m", "default") == 8.0
 
 
-async def test_a_goal_and_the_expected_value() -> None:
-    goals = Goals(ttft_p99_s=0.5)
-    async with ContinuousBatcher(capacity=100, goals=goals, clock=Clock()) as batcher:
+async def test_rows_that_run_are_counted() -> None:
+    async with ContinuousBatcher(capacity=100, background=1, clock=Clock()) as batcher:
         metrics, report = reporting(batcher)
-        batcher.step(0.1)
-        async with batcher.slot(prompt_tokens=40, max_tokens=10, priority=1):
+        async with batcher.slot(10), batcher.slot(10, priority=1):
             report()
-    assert metrics.of(catalogue.FIRST_TOKEN_GOAL, "m") == [0.5]
-    assert metrics.of(catalogue.FIRST_TOKEN_EXPECTED, "m") == [batcher.stats.expected_ttft_s]
     assert metrics.of(catalogue.BACKGROUND_RECORDS, "m") == [1]
-    assert metrics.of(catalogue.BACKGROUND_LIMIT, "m") == [batcher.stats.background_window]
-
-
-async def test_without_goals_no_goal_is_reported() -> None:
-    async with ContinuousBatcher(capacity=100, clock=Clock()) as batcher:
-        metrics, report = reporting(batcher)
-        report()
-    assert metrics.of(catalogue.FIRST_TOKEN_GOAL, "m") == []
+    assert metrics.of(catalogue.RUNNING_RECORDS, "m") == [2]
 
 
 async def test_batches_are_reported_with_their_padding() -> None:

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from batcher import ContinuousBatcher
+from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage, Usage
 from serve_app.settings.telemetry import SILENT, TelemetrySettings, TraceSettings
 from serve_app.telemetry.engine import EngineTelemetry
 from serve_app.telemetry.meters import Meters
 from tests.progress import STILL_S
 
+REQUEST = RelayRequest("POST", "/generate", b"", [], b"")
 USAGE = RequestUsage()
 USAGE.add(Usage(1.0, 1.5, 2.0, 12, 5))
 
@@ -26,9 +28,9 @@ async def test_an_answered_request_has_spans(tmp_path: Path) -> None:
     settings = TelemetrySettings(metrics=False, engine_metrics=False, traces=traces)
     async with ContinuousBatcher(capacity=10) as batcher:
         telemetry = EngineTelemetry(settings, "m", batcher)
-        telemetry.answered([], 1.0, USAGE)
+        telemetry.answered(REQUEST, 1.0, USAGE)
         telemetry.stop()
-    assert span_names(tmp_path) == ["engine", "generate", "queue"]
+    assert span_names(tmp_path) == ["engine", "generate", "handle", "queue"]
 
 
 async def test_without_telemetry_there_are_no_jobs_and_no_spans() -> None:
@@ -37,7 +39,7 @@ async def test_without_telemetry_there_are_no_jobs_and_no_spans() -> None:
 
     async with ContinuousBatcher(capacity=10) as batcher:
         telemetry = EngineTelemetry(SILENT, "m", batcher, job)
-        telemetry.answered([], 1.0, USAGE)
+        telemetry.answered(REQUEST, 1.0, USAGE)
         telemetry.stop()
 
 

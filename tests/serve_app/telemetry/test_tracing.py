@@ -1,6 +1,7 @@
 """Spans of a request: the request, the engine within it, and each prompt's wait and run within that."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from serve_app.api.scheduling import Scheduling
+from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage, Usage
 from serve_app.settings.schema import SettingsError, parse
 from serve_app.settings.telemetry import TraceSettings
@@ -44,8 +46,9 @@ def serve(tracing: Tracing, request: TrackedRequest) -> dict[bytes, bytes]:
     headers = pass_on(request, [*request.scope["headers"], (b"x", b"y")])
     usage = RequestUsage()
     start = request.started_at
-    usage.add(Usage(start + 1, start + 3, start + 7, 12, 5))
-    tracing.engine(headers, "m", start + 0.5, usage)
+    usage.add(Usage(start + 1, start + 3, start + 7, 12, 5, events=[("queued", start + 4)]))
+    relayed = RelayRequest("POST", "/generate", b"", headers, b"", arrived_at=time.time())
+    tracing.engine(relayed, "m", start + 0.5, usage)
     request.complete, request.status, request.usage = True, 200, usage
     request.first_at, request.ended_at = start + 6, start + 8
     tracing.end([request])
@@ -57,7 +60,7 @@ def test_the_spans_of_a_request_are_one_trace_of_its_sender() -> None:
     tracing = Tracing(SETTINGS, exporter)
     headers = serve(tracing, tracked(traceparent(True), (b"tracestate", b"vendor=1")))
     spans = finished(tracing, exporter)
-    assert set(spans) == {"POST /generate", "engine", "queue", "generate"}
+    assert set(spans) == {"POST /generate", "handle", "engine", "queue", "generate"}
     whole, engine, queue, run = (spans[name] for name in ("POST /generate", "engine", "queue", "generate"))
     assert {f"{span.context.trace_id:032x}" for span in spans.values() if span.context} == {TRACE}
     assert whole.parent is not None
@@ -65,6 +68,8 @@ def test_the_spans_of_a_request_are_one_trace_of_its_sender() -> None:
     assert engine.parent is not None
     assert whole.context is not None
     assert engine.parent.span_id == whole.context.span_id
+    assert spans["handle"].parent == engine.parent
+    assert spans["handle"].end_time == engine.start_time
     assert engine.context is not None
     for part in (queue, run):
         assert part.parent is not None
@@ -74,6 +79,10 @@ def test_the_spans_of_a_request_are_one_trace_of_its_sender() -> None:
     assert headers[b"x"] == b"y"
     assert lasts(queue) == pytest.approx(2.0, abs=1e-3)
     assert lasts(run) == pytest.approx(4.0, abs=1e-3)
+    assert run.start_time is not None
+    (event,) = run.events
+    assert event.name == "queued"
+    assert event.timestamp - run.start_time == pytest.approx(1e9, abs=1e6)
     assert lasts(whole) == pytest.approx(8.0, abs=0.5)
     assert run.attributes == {"gen_ai.usage.input_tokens": 12, "gen_ai.usage.output_tokens": 5}
     assert whole.attributes is not None
@@ -101,7 +110,7 @@ def test_a_ratio_of_zero_samples_only_what_a_sender_samples() -> None:
     serve(tracing, tracked())
     assert finished(tracing, exporter) == {}
     serve(tracing, tracked(traceparent(True)))
-    assert len(finished(tracing, exporter)) == 4
+    assert len(finished(tracing, exporter)) == 5
 
 
 def test_a_probe_has_no_span() -> None:
@@ -128,7 +137,7 @@ def test_spans_go_to_a_file(tmp_path: Path) -> None:
     tracing.stop()
     (file,) = (tmp_path / "spans").iterdir()
     names = [json.loads(line)["name"] for line in file.read_text().splitlines()]
-    assert sorted(names) == ["POST /generate", "engine", "generate", "queue"]
+    assert sorted(names) == ["POST /generate", "engine", "generate", "handle", "queue"]
 
 
 def test_a_folder_that_can_not_be_written_is_named(tmp_path: Path) -> None:

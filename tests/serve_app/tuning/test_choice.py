@@ -58,7 +58,7 @@ def test_without_a_bound_of_the_wait_the_queue_stays_as_it_is() -> None:
     goals = parse_goals("tpot_p99<0.05")
     choice = choose(step(goals), FACTS, goals)
     assert choice.max_queue_size is None
-    assert choice.goals == {}
-    assert choice.batcher == {"max_running": choice.max_running}
+    assert choice.goals == {"tpot_p99_s": 0.05}
+    assert choice.batcher == {"max_running": choice.max_running, "goals": choice.goals}
     goals = parse_goals("latency_p95<3")
     assert choose(step(goals), FACTS, goals).max_queue_size == 30

@@ -11,15 +11,15 @@ from serve_app.tuning.config_change import ChangeError, changed
 CHOICE = Choice(10.0, 40, 15, 30, {"ttft_p99_s": 0.5})
 
 
-def config(batcher: Any = None, **deployment: Any) -> Any:
-    model = {"id": "m", "source": "org/m"} | ({} if batcher is None else {"batcher": batcher})
+def config(**deployment: Any) -> Any:
+    model = {"id": "m", "source": "org/m"}
     deployments = [{"name": "Ingress"}, {"name": "Engine:m", **deployment}]
     return {"applications": [{"name": "llm", "args": {"models": [model]}, "deployments": deployments}]}
 
 
 def test_settings_go_where_they_restart_nothing() -> None:
-    before = config({"goals": {"ttft_p99_s": 2.0}}, user_config={"batcher": {"capacity_tokens": 9}})
-    change = changed(before, "m", CHOICE, restart=False)
+    before = config(user_config={"batcher": {"capacity_tokens": 9}})
+    change = changed(before, "m", CHOICE)
     (app,) = change.config["applications"]
     assert app["args"] == before["applications"][0]["args"]
     _, engine = app["deployments"]
@@ -30,47 +30,34 @@ def test_settings_go_where_they_restart_nothing() -> None:
         "goals": {"ttft_p99_s": 0.5},
     }
     parse_user_config(engine["user_config"])
-    assert not change.restarts
     assert change.left_out == ("target_ongoing_requests: the model has a fixed number of replicas",)
     # The config that was given stays as it is.
     assert "max_running" not in before["applications"][0]["deployments"][1]["user_config"]["batcher"]
 
 
-def test_goals_of_a_model_without_goals_take_a_restart() -> None:
-    change = changed(config(), "m", CHOICE, restart=False)
-    assert change.left_out[0].startswith("batcher.goals: the model was started without goals")
-    change = changed(config({"policy": "max_utilization"}), "m", CHOICE, restart=True)
-    assert change.restarts
-    (app,) = change.config["applications"]
-    assert app["args"]["models"][0]["batcher"] == {
-        "policy": "max_utilization",
-        "goals": {"ttft_p99_s": 0.5},
-    }
-
-
 def test_the_target_of_the_scaling_changes() -> None:
     before = config(autoscaling_config={"max_replicas": 4, "target_ongoing_requests": 2})
-    change = changed(before, "m", CHOICE, restart=True)
+    change = changed(before, "m", CHOICE)
     (app,) = change.config["applications"]
     assert app["deployments"][1]["autoscaling_config"] == {"max_replicas": 4, "target_ongoing_requests": 30}
     before = config(autoscaling_config={"max_replicas": 4, "policy": {"policy_function": "x:Y"}})
-    assert "its policy has another target" in changed(before, "m", CHOICE, restart=True).left_out[0]
+    assert "its policy has another target" in changed(before, "m", CHOICE).left_out[0]
 
 
 def test_a_model_without_a_deployment_gets_one() -> None:
     before = config()
     del before["applications"][0]["deployments"]
-    (app,) = changed(before, "m", CHOICE, restart=True).config["applications"]
+    (app,) = changed(before, "m", CHOICE).config["applications"]
     assert [each["name"] for each in app["deployments"]] == ["Engine:m"]
 
 
 def test_a_key_without_a_value_is_an_empty_list() -> None:
     before = config()
     before["applications"][0]["deployments"] = None
-    (app,) = changed(before, "m", CHOICE, restart=True).config["applications"]
+    (app,) = changed(before, "m", CHOICE).config["applications"]
     assert [each["name"] for each in app["deployments"]] == ["Engine:m"]
 
 
 def test_a_model_that_is_not_there_is_told() -> None:
     with pytest.raises(ChangeError, match="it has no model 'n'"):
-        changed(config(), "n", CHOICE, restart=True)
+        changed(config(), "n", CHOICE)

@@ -37,8 +37,9 @@ def test_a_service_takes_the_lines(chosen: Settings) -> None:
     assert parsed.engine.max_num_batched_tokens == (chosen.max_num_batched_tokens if changed else None)
 
 
-def test_goals_are_those_that_the_batcher_has() -> None:
+def test_goals_are_those_that_the_settings_have() -> None:
     held = batcher_goals(parse_goals("tpot_p99<0.05,ttft_p99<0.5,latency_p99<9,ttft_p50<0.1"))
     assert held == {"ttft_p99_s": 0.5, "tpot_p99_s": 0.05}
     parse({"models": [{"id": "m", "source": "s", "batcher": {"goals": held}}]})
-    assert batcher_goals(parse_goals("tpot_p99<0.05")) == {}
+    assert batcher_goals(parse_goals("tpot_p99<0.05")) == {"tpot_p99_s": 0.05}
+    assert batcher_goals(parse_goals("ttft_p90<0.5")) == {}

@@ -18,7 +18,7 @@ def test_the_text_says_what_holds_and_what_to_change() -> None:
     assert "settings for 19 requests/s, in deployments:" in said
     assert "      max_running: 40\n      max_queue_size: 15\n" in said
     assert "target_ongoing_requests: 38 per replica" in said
-    assert "batcher: {goals: {ttft_p99_s: 0.5}}" in said
+    assert "      goals:\n        ttft_p99_s: 0.5\n" in said
 
 
 def test_the_text_of_what_was_applied_and_of_batch_work() -> None:

@@ -20,8 +20,10 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from serve_app.engine.grammars import Grammar, GrammarCheck
 from serve_app.engine.job import Job
 from serve_app.engine.stream_interval import STREAMS
-from serve_app.engine.vllm.client import GatedLLM
+from serve_app.engine.vllm.client import GatedLLM, goals_left
+from serve_app.engine.vllm.scheduler import GOALS
 from serve_app.relay.usage import Tokens
+from serve_app.settings.models import GoalSettings
 from tests.batcher.virtual import blocked, virtual
 from tests.serve_app.engine.engine_doubles import BLOCK, CONTEXT, PlayedAdapters, new_job, opened
 from tests.serve_app.engine.vllm_doubles import (
@@ -243,6 +245,46 @@ async def test_vllm_gets_the_tier_of_the_job_where_it_schedules_by_priority(by_p
 
 
 @pytest.mark.parametrize(
+    ("priority", "promoted", "given"),
+    [(0, False, True), (-1, False, True), (1, False, False), (1, True, True)],
+)
+@virtual
+async def test_a_live_request_brings_its_goals_to_the_scheduler(
+    priority: int, promoted: bool, given: bool
+) -> None:
+    async with opened() as site:
+        script = Script(output(1, finish="stop"))
+        llm = gated(script, site, by_priority=True)
+        llm.goals = GoalSettings(ttft_p99_s=2.0, tpot_p99_s=0.05)
+        job = await admitted(llm, new_job(priority=priority))
+        assert job.slot is not None
+        job.slot.promoted = promoted
+        params = SamplingParams(max_tokens=4, extra_args={"own": 1})
+        async for _ in llm.generate(TEN, params, "r"):
+            pass
+        assert script.calls[0]["priority"] == (0 if promoted else priority)
+        told = dict(params.extra_args or {})
+        first_s, token_s = told.pop(GOALS, (0.0, 0.0))
+        assert told == {"own": 1}
+        assert (1.0 <= first_s <= 2.0, token_s) == ((True, 0.05) if given else (False, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("goals", "age_s", "left"),
+    [
+        ({"ttft_p99_s": 1.0}, 0.3, (0.7, 0.0)),
+        ({"ttft_p99_s": 1.0}, 60.0, (0.5, 0.0)),
+        ({"tpot_p99_s": 0.03}, 60.0, (0.0, 0.03)),
+    ],
+    ids=["age", "late already", "per token alone"],
+)
+def test_the_age_of_a_request_leaves_less_of_its_goal(
+    goals: dict[str, float], age_s: float, left: tuple[float, float]
+) -> None:
+    assert goals_left(GoalSettings.model_validate(goals), age_s) == pytest.approx(left)
+
+
+@pytest.mark.parametrize(
     ("asked", "engines", "stop", "given"),
     [
         (None, 1, ["x"], 3),
@@ -271,7 +313,7 @@ async def test_the_pieces_of_many_streams_have_several_tokens_unless_an_interval
 
 
 @virtual
-async def test_the_first_token_of_a_stream_counts_for_goals() -> None:
+async def test_the_first_token_of_a_stream_is_timed() -> None:
     async with opened() as site:
         params = SamplingParams(max_tokens=4, output_kind=DELTA)
         await run(gated(Script(output(1), output(2, finish="stop")), site), params=params)
@@ -428,7 +470,7 @@ async def test_a_beam_search_is_admitted_once_with_all_its_beams() -> None:
         script = Script(output(1, finish="stop"))
         llm = gated(script, site)
         # Its deadline is met when it starts, and a full queue doesn't refuse its later tokens.
-        job = await admitted(llm, new_job(facts={"answers": 4, "beam": True}, queue_timeout_s=1.0))
+        job = await admitted(llm, new_job(facts={"answers": 4}, queue_timeout_s=1.0))
         results = searched(llm, job, steps=3, beam_width=4, max_tokens=7)
         assert [len(each.outputs[0].token_ids) async for each in results] == [7]
         # 10 + 7 tokens are two blocks.
@@ -446,7 +488,7 @@ async def test_the_tokens_of_a_beam_search_have_the_tier_of_the_job() -> None:
     async with opened() as site:
         script = Script(output(1, finish="stop"))
         llm = gated(script, site, by_priority=True)
-        job = await admitted(llm, new_job(facts={"answers": 2, "beam": True}, priority=1))
+        job = await admitted(llm, new_job(facts={"answers": 2}, priority=1))
         assert [each async for each in searched(llm, job, beam_width=2, max_tokens=2)]
         assert [call["priority"] for call in script.calls] == [1, 1]
 
@@ -455,13 +497,13 @@ async def test_the_tokens_of_a_beam_search_have_the_tier_of_the_job() -> None:
 async def test_a_beam_search_that_never_fits_is_refused() -> None:
     async with opened() as site:
         llm = gated(Script(output(1, finish="stop")), site)
-        job = await admitted(llm, new_job(facts={"answers": 9, "beam": True}))
+        job = await admitted(llm, new_job(facts={"answers": 9}))
         with pytest.raises(VLLMValidationError, match="lower n or max_tokens"):
             await anext(searched(llm, job, beam_width=9, max_tokens=CONTEXT))
         assert refused(job) == (400, "n")
         assert job.slot
         job.slot.release()
-        job = new_job(facts={"answers": 9, "beam": True})
+        job = new_job(facts={"answers": 9})
         job.request = replace(job.request, max_tokens=4)
         await admitted(llm, job)
         results = searched(llm, job, beam_width=9, max_tokens=CONTEXT)
@@ -484,7 +526,7 @@ async def test_an_embedding_holds_its_prompt() -> None:
         await admitted(llm)
         await embed(llm, 17)
         assert script.costs == [2 * BLOCK]
-        # Its result counts as the first token, for goals.
+        # Its result counts as the first token.
         assert site.batcher.stats.output_tokens == 0
         assert site.batcher.stats.ttft_p50_s is not None
 

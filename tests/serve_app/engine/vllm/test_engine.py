@@ -8,7 +8,6 @@ import pytest
 import xgrammar
 from vllm.tokenizers import get_tokenizer
 
-from batcher import ContinuousBatcher, Goals
 from serve_app.engine.adapters import AdapterFiles
 from serve_app.engine.grammars import GrammarCheck
 from serve_app.engine.vllm.engine import VLLMEngine
@@ -16,9 +15,8 @@ from serve_app.engine.vllm.lora import Adapters
 from serve_app.engine.vllm.options import Limits
 from serve_app.ledger.calls import CallBook
 from serve_app.settings.models import GoalSettings, LLMSettings
-from serve_app.settings.schema import SettingsError
 from serve_app.settings.sources import DEMO_MODEL
-from serve_app.settings.user_config import BatcherUserConfig
+from serve_app.settings.user_config import BatcherUserConfig, parse_user_config
 from tests.serve_app.engine.engine_doubles import opened
 from tests.serve_app.engine.vllm_doubles import Script, gated, output
 
@@ -38,6 +36,7 @@ async def engine(script: Script) -> AsyncIterator[VLLMEngine]:
         engine.llm = gated(script, site)
         engine.llm.get_tokenizer = lambda: get_tokenizer(settings.path)
         engine._limits = Limits(1024, None, 64, {"a": 2.0})
+        engine._goals = None
         engine.adapters = Adapters(settings, engine.llm, AdapterFiles(), {}, CallBook("demo"))
         yield engine
 
@@ -49,17 +48,21 @@ async def test_limits_change_while_it_runs_and_return_to_those_of_the_config(eng
     assert engine.batcher.stats.capacity == 1024
 
 
-async def test_goals_change_only_where_the_engine_was_started_with_some(engine: VLLMEngine) -> None:
-    goals = GoalSettings(ttft_p99_s=0.5)
-    with pytest.raises(SettingsError, match=r"user_config\.batcher\.goals: the engine was started without"):
-        engine.tune(BatcherUserConfig(capacity_tokens=64, goals=goals))
-    assert engine.batcher.stats.capacity == 1024
-    engine.batcher = ContinuousBatcher(capacity=1024, goals=Goals(ttft_p99_s=1.0))
-    engine._limits = engine._limits._replace(goals=Goals(ttft_p99_s=1.0))
-    engine.tune(BatcherUserConfig(goals=goals))
-    assert engine.batcher.stats.goal_ttft_s == 0.5
-    engine.tune(BatcherUserConfig())
-    assert engine.batcher.stats.goal_ttft_s == 1.0
+async def test_goals_come_change_and_go_while_it_runs(engine: VLLMEngine) -> None:
+    goals, own = GoalSettings(ttft_p99_s=0.5), GoalSettings(tpot_p99_s=0.03)
+    null = parse_user_config({"batcher": {"goals": None}}).batcher
+    changed = BatcherUserConfig(goals=goals)
+    for own_goals, tuning, then in (
+        (None, changed, {"ttft_p99_s": 0.5}),
+        (None, BatcherUserConfig(), None),
+        (own, BatcherUserConfig(), {"tpot_p99_s": 0.03}),
+        (own, changed, {"ttft_p99_s": 0.5}),
+        # Null is stated, in contrast to a field that is left out.
+        (own, null, None),
+    ):
+        engine._goals = own_goals
+        engine.tune(tuning)
+        assert engine.goals == then
 
 
 async def test_a_stop_ends_vllm_after_the_batcher(engine: VLLMEngine) -> None:

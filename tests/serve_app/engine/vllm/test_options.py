@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from vllm.tool_parsers import ToolParserManager
 
+from serve_app.api.scheduling import FLEX
 from serve_app.engine.adapters import AdapterSlots
 from serve_app.engine.door import STARTING, EngineLanes
 from serve_app.engine.vllm.options import Limits, batcher_of, limits_of, text_batcher_of, vllm_args
@@ -14,16 +15,14 @@ from serve_app.settings.models import LLMSettings
 from serve_app.settings.schema import SettingsError
 from tests.batcher.virtual import virtual
 
-GOALS = {"goals": {"ttft_p99_s": 0.5}}
-
 
 def settings(**fields: Any) -> LLMSettings:
     return LLMSettings.model_validate({"id": "demo", "source": "saturate://demo"} | fields)
 
 
-def engine(size_tokens: int | None, blocks: int = 9, block: int = 16) -> Any:
+def engine(size_tokens: int | None, blocks: int = 9, block: int = 16, policy: str = "priority") -> Any:
     cache = SimpleNamespace(kv_cache_size_tokens=size_tokens, num_gpu_blocks=blocks, block_size=block)
-    scheduler = SimpleNamespace(max_num_seqs=64, max_num_batched_tokens=2048)
+    scheduler = SimpleNamespace(max_num_seqs=64, max_num_batched_tokens=2048, policy=policy)
     return SimpleNamespace(
         vllm_config=SimpleNamespace(cache_config=cache, scheduler_config=scheduler),
         model_config=SimpleNamespace(max_model_len=512),
@@ -60,12 +59,12 @@ def test_a_parser_of_tool_calls_comes_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "policy"),
     [
-        ({}, "fcfs"),
-        ({"batcher": GOALS}, "priority"),
-        ({"batcher": GOALS, "engine": {"scheduling_policy": "fcfs"}}, "fcfs"),
+        ({}, "priority"),
+        ({"engine": {"convert": "embed"}}, "priority"),
+        ({"engine": {"scheduling_policy": "fcfs"}}, "fcfs"),
     ],
 )
-def test_with_goals_vllm_schedules_by_priority_unless_configured(fields: Any, policy: str) -> None:
+def test_vllm_schedules_by_priority_unless_configured(fields: Any, policy: str) -> None:
     assert vllm_args(settings(**fields)).scheduling_policy == policy
 
 
@@ -100,7 +99,19 @@ def test_the_capacity_is_the_kv_cache_that_vllm_reports(llm: Any, capacity: int)
 def test_the_config_may_lower_the_capacity() -> None:
     fields = {"capacity_tokens": 100, "max_running": 3, "tenant_weights": {"a": 2.0}}
     limits = limits_of(settings(batcher=fields).batcher, engine(1600))
-    assert limits == Limits(100, 3, 64, {"a": 2.0}, 5_000, None)
+    assert limits == Limits(100, 3, 64, {"a": 2.0}, 5_000, FLEX)
+
+
+@virtual
+async def test_batch_work_gives_way_where_vllm_schedules_by_priority() -> None:
+    for policy, running in (("priority", True), ("fcfs", False)):
+        limits = limits_of(settings().batcher, engine(1600, policy=policy))
+        async with batcher_of(settings().batcher, limits, lanes()) as batcher:
+            flex, live = batcher.slot_nowait(1584, priority=FLEX), batcher.slot_nowait(1584)
+            assert flex.running
+            assert live.running is running
+            flex.release()
+            live.release()
 
 
 def lanes() -> EngineLanes:

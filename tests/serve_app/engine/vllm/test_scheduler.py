@@ -1,246 +1,325 @@
-"""Messages of vLLM's schedulers to the replica."""
+"""Live requests beside rows, with vLLM's own scheduler underneath and on virtual time."""
 
+import random
+from collections.abc import Callable, Iterator
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm import SamplingParams
-from vllm.config import SchedulerConfig
-from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.request import Request
 
-from serve_app.engine.stream_interval import LONGEST_S
-from serve_app.engine.vllm import scheduler as vllm_scheduler
-from serve_app.engine.vllm.options import SCHEDULER, vllm_args
-from serve_app.engine.vllm.scheduler import STATS_S, WHOLE_S, HeldTokens
-from serve_app.settings.models import LLMSettings
-from serve_app.settings.sources import DEMO_MODEL
+from serve_app.engine.vllm.scheduler import AGING_S, GOALS, LEAST_HOLD_S, LiveFirst
+from tests.serve_app.simulation.virtual_engine import LiveFirstEngine, VirtualEngine, virtual_engines
 
-STEP_S = 0.001
+Start = Callable[..., VirtualEngine]
 
-
-class Steps:
-    """Stands for vLLM's scheduler: each request ends with the token 0."""
-
-    def __init__(self) -> None:
-        self.running: list[Any] = []
-        self.scheduler_config = SimpleNamespace(stream_interval=1)
-        self.observability_config = SimpleNamespace(enable_logging_iteration_details=False)
-        self.log_stats = True
-
-    def _update_request_with_output(
-        self, request: Any, new_token_ids: list[int], is_stale: bool = False
-    ) -> tuple[list[int], bool]:
-        return new_token_ids, new_token_ids[-1] == 0
-
-    def make_stats(self, spec_decoding_stats: Any = None, **options: Any) -> SchedulerStats | None:
-        return SchedulerStats(num_running_reqs=len(self.running)) if self.log_stats else None
+DEVICE = {
+    "base_ms": 50.0,
+    "per_prefill_token_ms": 0.25,
+    "per_sequence_ms": 0.01,
+    "per_kv_token_ms": 0.0002,
+    "load_s": 0.0,
+    "kv_tokens": 94_000,
+    "max_model_len": 4096,
+    "max_num_batched_tokens": 2048,
+}
 
 
-class Held(HeldTokens, Steps):
-    """The scheduler under test, whose private method vLLM calls for each request of a step."""
-
-    def tell(self, request: Request, *token_ids: int) -> list[int]:
-        return self._update_request_with_output(request, list(token_ids), is_stale=False)[0]
+PRIORITY = {"scheduling_policy": "priority"}
 
 
 @pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    now = [100.0]
-    monkeypatch.setattr(vllm_scheduler, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    return now
+def start() -> Iterator[Start]:
+    with virtual_engines(LiveFirstEngine) as start:
+        yield lambda engine=None, **fields: start(engine=PRIORITY | (engine or {}), **DEVICE | fields)
 
 
-@pytest.fixture
-def scheduler(now: list[float]) -> Held:
-    return Held()
+def prompt(seed: int, tokens: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(3, 60) for _ in range(tokens)]
 
 
-def request(*, resumable: bool = False, **params: Any) -> Request:
-    params = {"output_kind": RequestOutputKind.FINAL_ONLY, "max_tokens": 100} | params
-    return Request("a", [1, 2], SamplingParams(**params), None, resumable=resumable)
+def go_on(engine: VirtualEngine, seconds: float) -> None:
+    """Run for a time on the engine's clock."""
+    until = engine.time.now + seconds
+    while engine.time.now < until and engine.busy:
+        engine.step()
 
 
-def test_the_first_token_of_a_whole_answer_is_told_at_once_and_the_others_with_the_end(
-    scheduler: Held,
-) -> None:
-    whole = request()
-    told = [scheduler.tell(whole, token) for token in (5, 6, 7, 0)]
-    assert told == [[5], [], [], [6, 7, 0]]
+def learn(engine: VirtualEngine) -> None:
+    """Let the engine see some steps, with prompts of several lengths."""
+    for number in range(8):
+        engine.answer(prompt(1000 + number, 40 + 97 * number), 8, priority=number % 2)
+    assert engine.scheduler.times.known
 
 
-def test_tokens_are_held_for_a_quarter_of_a_second(scheduler: Held, now: list[float]) -> None:
-    whole = request()
-    told = []
-    for token in range(1, 1001):
-        told.append(scheduler.tell(whole, token))
-        now[0] += STEP_S
-    told.append(scheduler.tell(whole, 0))
-    assert [token for tokens in told for token in tokens] == [*range(1, 1001), 0]
-    assert max(map(len, told)) <= WHOLE_S / STEP_S + 1
-    assert len([tokens for tokens in told if tokens]) == 1 + 1 / WHOLE_S
+def test_it_hides_no_name_of_vllms_schedulers() -> None:
+    own = {name for name in vars(LiveFirst) if not name.startswith("__")}
+    changed = {"add_request", "has_requests", "schedule", "get_grammar_bitmask", "update_from_output"}
+    assert own & {*dir(AsyncScheduler), *dir(Scheduler)} == changed
 
 
-def test_each_request_has_its_own_tokens(scheduler: Held) -> None:
-    first, second = request(), request()
-    for token in (1, 2, 3):
-        scheduler.tell(first, token)
-        scheduler.tell(second, token + 10)
-    assert (scheduler.tell(second, 0), scheduler.tell(first, 0)) == ([12, 13, 0], [2, 3, 0])
+def test_it_keeps_its_state_under_names_of_its_own(start: Start) -> None:
+    with virtual_engines() as plain:
+        theirs = vars(plain(**DEVICE).scheduler)
+    own = {"times"} | {name for name in vars(start().scheduler) if name.startswith("_")} - {*theirs}
+    assert len(own) > 10
+    assert not own & {*dir(AsyncScheduler)}
 
 
-@pytest.mark.parametrize(
-    "others",
-    [
-        {"output_kind": RequestOutputKind.CUMULATIVE},
-        {"output_kind": RequestOutputKind.DELTA, "stream_interval": 1},
-        {"stop": ["x"]},
-        {"logprobs": 0},
-        {"structured_outputs": StructuredOutputsParams(regex="a*")},
-        {"resumable": True},
-    ],
-    ids=lambda others: list(others)[-1],
-)
-def test_a_request_that_is_looked_at_after_each_token_is_told_each(
-    scheduler: Held, others: dict[str, Any]
-) -> None:
-    watched = request(**others)
-    assert [scheduler.tell(watched, token) for token in (5, 6, 0)] == [[5], [6], [0]]
+@pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "in turn"])
+def test_a_live_prompt_goes_before_those_of_rows(start: Start, ahead: bool) -> None:
+    engine = start(async_scheduling=ahead)
+    learn(engine)
+    for number in range(100):
+        engine.add(f"row {number}", prompt(number, 600), 20, priority=1)
+    go_on(engine, 1.0)
+    sent = engine.time.now
+    engine.add("live", prompt(500, 256), 20)
+    engine.run()
+    # The running step, one that is decided, and its own: a full step of prompts takes 0.56 s.
+    assert engine.seen_at["live"][0] - sent < 2 * 0.57
+    assert engine.ended_at["live"] < min(engine.ended_at[f"row {number}"] for number in range(50, 100))
 
 
-def streams(scheduler: Held, number: int) -> list[Request]:
-    """Return running streams, after the step in which they began."""
-    scheduler.running = [request(output_kind=RequestOutputKind.DELTA) for _ in range(number)]
-    for each in scheduler.running:
-        assert scheduler.tell(each, 1) == [1]
-    scheduler.make_stats()
-    return scheduler.running
+def test_prompts_of_rows_make_no_step_longer_than_the_goal(start: Start) -> None:
+    engine = start()
+    learn(engine)
+    engine.add("live", prompt(1, 100), 60, extra_args={GOALS: (0.0, 0.12)})
+    go_on(engine, 0.3)
+    for number in range(30):
+        engine.add(f"row {number}", prompt(10 + number, 900), 10, priority=1)
+    engine.run()
+    gaps = [later - earlier for earlier, later in pairwise(engine.seen_at["live"])]
+    assert max(gaps) < 0.13
+    # The rows use what the goal leaves.
+    assert sorted(gaps)[len(gaps) // 2] > 0.095
 
 
-@pytest.mark.parametrize(("number", "interval"), [(1, 0.001), (32, 0.032), (90, 0.09), (1000, LONGEST_S)])
-def test_the_tokens_of_a_stream_come_at_the_pace_of_its_pieces(
-    scheduler: Held, now: list[float], number: int, interval: float
-) -> None:
-    stream = streams(scheduler, number)[0]
-    told, at = [1], []
-    for token in range(2, 1002):
-        now[0] += STEP_S
-        if tokens := scheduler.tell(stream, token):
-            told += tokens
-            at.append(now[0])
-    assert told + scheduler.tell(stream, 0) == [*range(1, 1002), 0]
-    gaps = [after - before for before, after in pairwise([100.0, *at])]
-    assert max(gaps) <= interval + STEP_S
-    assert min(gaps) >= interval - STEP_S / 2
+def test_without_live_requests_rows_take_whole_steps(start: Start) -> None:
+    engine = start()
+    learn(engine)
+    engine.time.sleep(60.0)
+    for number in range(20):
+        engine.add(f"row {number}", prompt(number, 1000), 1, priority=1)
+    began = engine.time.now
+    engine.run()
+    assert engine.time.now - began == pytest.approx(20_000 * 0.00025 + 10 * 0.05, rel=0.05)
 
 
-def test_the_tokens_of_a_lone_stream_wait_for_no_others(scheduler: Held, now: list[float]) -> None:
-    (stream,) = streams(scheduler, 1)
-    for token in range(2, 10):
-        now[0] += 2 * STEP_S
-        assert scheduler.tell(stream, token) == [token]
+def test_a_live_request_takes_the_place_of_the_youngest_row(start: Start) -> None:
+    engine = start(max_num_seqs=4)
+    rows = [f"row {number}" for number in range(4)]
+    alone = {name: engine.answer(prompt(number, 50), 100) for number, name in enumerate(rows)}
+    for number, name in enumerate(rows):
+        engine.add(name, prompt(number, 50), 100, priority=1)
+    go_on(engine, 1.0)
+    sent = engine.time.now
+    engine.add("live", prompt(9, 50), 10)
+    engine.run()
+    assert engine.seen_at["live"][0] - sent < 0.2
+    assert engine.ended_at["row 3"] > engine.ended_at["live"]
+    assert {name: engine.tokens[name] for name in rows} == alone
 
 
-def test_an_interval_of_the_engine_is_kept(scheduler: Held) -> None:
-    scheduler.scheduler_config.stream_interval = 8
-    stream = streams(scheduler, 100)[0]
-    assert [scheduler.tell(stream, token) for token in (5, 6, 0)] == [[5], [6], [0]]
-    whole = request()
-    assert [scheduler.tell(whole, token) for token in (5, 6, 0)] == [[5], [], [6, 0]]
+def test_a_live_request_takes_the_blocks_of_the_youngest_rows(start: Start) -> None:
+    engine = start(kv_tokens=4096, max_model_len=2048)
+    for number in range(10):
+        engine.add(f"row {number}", prompt(number, 350), 50, priority=1)
+    go_on(engine, 1.3)
+    sent = engine.time.now
+    engine.add("live", prompt(99, 1500), 5)
+    engine.run()
+    assert engine.seen_at["live"][0] - sent < 1.2
+    assert all(len(engine.tokens[f"row {number}"]) == 50 for number in range(10))
 
 
-def test_statistics_come_at_most_every_few_milliseconds_and_tell_the_number_of_steps(
-    scheduler: Held, now: list[float]
-) -> None:
-    scheduler.running = [request()]
-    steps = []
-    for _ in range(1000):
-        if stats := scheduler.make_stats():
-            steps.append(stats.step_counter)
-        now[0] += STEP_S
-    assert len(steps) == pytest.approx(1000 * STEP_S / STATS_S, abs=2)
-    assert steps[0] == 1
-    assert 1000 - STATS_S / STEP_S <= sum(steps) <= 1000
+def test_decodes_beyond_the_goal_are_left_out_and_end_all_the_same(start: Start) -> None:
+    engine = start(per_sequence_ms=2.0)
+    learn(engine)
+    for number in range(60):
+        engine.add(f"row {number}", prompt(number, 20), 40, priority=1)
+    go_on(engine, 2.0)
+    engine.add("live", prompt(99, 20), 40, extra_args={GOALS: (0.0, 0.1)})
+    engine.run()
+    gaps = [later - earlier for earlier, later in pairwise(engine.seen_at["live"])]
+    assert sorted(gaps)[len(gaps) // 2] < 0.11
+    assert all(len(engine.tokens[f"row {number}"]) == 40 for number in range(60))
 
 
-def test_a_long_step_has_its_own_statistics(scheduler: Held, now: list[float]) -> None:
-    scheduler.running = [request()]
-    for _ in range(5):
-        stats = scheduler.make_stats()
-        assert stats is not None
-        assert stats.step_counter == 1
-        now[0] += STATS_S
+def test_a_goal_that_no_step_holds_lets_rows_go_on(start: Start) -> None:
+    engine = start()
+    learn(engine)
+    engine.add("live", prompt(1, 50), 400, extra_args={GOALS: (0.0, 0.001)})
+    engine.add("row", prompt(2, 200), 20, priority=1)
+    engine.run()
+    assert engine.ended_at["row"] < engine.ended_at["live"]
 
 
-def test_the_end_of_the_last_request_is_told_at_once(scheduler: Held) -> None:
-    scheduler.running = [request()]
-    assert scheduler.make_stats() is not None
-    assert scheduler.make_stats() is None
-    scheduler.running = []
-    stats = scheduler.make_stats()
-    assert stats is not None
-    assert (stats.num_running_reqs, stats.step_counter) == (0, 2)
+def test_the_next_step_is_decided_just_before_the_running_one_ends(start: Start) -> None:
+    engine = start()
+    engine.submit_s = 0.001
+    learn(engine)
+    engine.add("first", prompt(1, 50), 100)
+    go_on(engine, 1.0)
+    waits = []
+    for number in range(20):
+        sent, name = engine.time.now, f"live {number}"
+        # vLLM's loop waits here, and takes in what has come meanwhile.
+        assert engine.busy
+        waited = engine.time.now - sent
+        engine.add(name, prompt(10 + number, 10), 2)
+        engine.step()
+        while not engine.seen_at[name]:
+            assert engine.busy
+            engine.step()
+        waits.append((waited, engine.seen_at[name][0] - sent))
+    held, first = zip(*waits, strict=True)
+    assert sorted(held)[10] > 0.03
+    # The rest of the step and its own: without the hold, a whole step more.
+    assert max(first) < 2.2 * 0.055
 
 
-def test_statistics_of_one_step_are_told_with_it(scheduler: Held) -> None:
-    scheduler.running = [request()]
-    scheduler.make_stats()
-    assert scheduler.make_stats(object()) is not None
-    assert scheduler.make_stats(kv_connector_stats=object()) is not None
-    assert scheduler.make_stats(None, kv_connector_stats=None) is None
+def test_a_decision_is_held_for_the_same_throughput(start: Start) -> None:
+    engine = start()
+    engine.submit_s = 0.001
+    learn(engine)
+    engine.add("live", prompt(1, 50), 300)
+    engine.run()
+    gaps = [later - earlier for earlier, later in pairwise(engine.seen_at["live"])]
+    assert sum(gaps[100:]) / 199 == pytest.approx(0.0501, rel=0.02)
 
 
-def test_an_engine_without_statistics_has_none(scheduler: Held) -> None:
-    scheduler.log_stats = False
-    assert scheduler.make_stats() is None
-
-
-@pytest.mark.parametrize(
-    "option",
-    [{"return_sampling_mask": True}, {"aux_output_connector": object()}],
-    ids=["sampling masks", "routed experts"],
-)
-def test_the_tokens_of_an_engine_that_tells_more_of_each_are_not_held(
-    scheduler: Held, option: dict[str, Any]
-) -> None:
-    vars(scheduler).update(option)
-    whole = request()
-    assert [scheduler.tell(whole, token) for token in (5, 6, 0)] == [[5], [6], [0]]
-
-
-def test_an_engine_that_logs_its_steps_has_statistics_of_each(scheduler: Held) -> None:
-    scheduler.observability_config.enable_logging_iteration_details = True
-    scheduler.running = [request()]
-    steps = [stats.step_counter for _ in range(3) if (stats := scheduler.make_stats())]
-    assert steps == [1, 1, 1]
-
-
-@pytest.mark.parametrize(("in_advance", "kind"), [(False, Scheduler), (True, AsyncScheduler)])
-def test_an_engine_has_the_scheduler_of_its_options_with_held_tokens(
-    monkeypatch: pytest.MonkeyPatch, in_advance: bool, kind: type
-) -> None:
-    made: list[Any] = []
-    # The constructor asks for a whole engine.
-    monkeypatch.setattr(Scheduler, "__init__", lambda self, **options: made.append(options))
-    monkeypatch.setattr(AsyncScheduler, "__init__", lambda self, **options: made.append(options))
-    config = SchedulerConfig.default_factory(async_scheduling=in_advance, scheduler_cls=SCHEDULER)
-    engine = SimpleNamespace(scheduler_config=config, diffusion_config=None)
-    held = config.get_scheduler_cls()(vllm_config=engine, log_stats=True)
-    assert isinstance(held, kind)
-    assert made == [{"vllm_config": engine, "log_stats": True}]
-    for name in ("_update_request_with_output", "make_stats"):
-        assert getattr(type(held), name) is getattr(HeldTokens, name)
-        assert callable(getattr(kind, name))
-
-
-def test_the_class_of_the_options_is_this_one() -> None:
-    args = vllm_args(LLMSettings(id="demo", source=DEMO_MODEL))
-    assert args.scheduler_cls == SCHEDULER
-    own = LLMSettings.model_validate(
-        {"id": "demo", "source": DEMO_MODEL, "engine": {"extra": {"scheduler_cls": "a.B"}}}
+def test_a_line_that_is_too_long_is_found_out(start: Start) -> None:
+    engine = start()
+    engine.submit_s = 0.001
+    learn(engine)
+    # The device is three times as fast from now on, which a decision that comes too late would not show.
+    engine.core.model_executor._device.profile = engine.core.model_executor._device.profile.model_copy(
+        update={"base_ms": 16.0}
     )
-    assert vllm_args(own).scheduler_cls == "a.B"
+    engine.add("live", prompt(1, 50), 600)
+    engine.run()
+    gaps = [later - earlier for earlier, later in pairwise(engine.seen_at["live"])]
+    assert sum(gaps[500:]) / 99 == pytest.approx(0.0161, rel=0.1)
+
+
+def test_rows_alone_are_decided_at_once(start: Start) -> None:
+    engine = start()
+    learn(engine)
+    engine.time.sleep(60.0)
+    engine.add("row", prompt(1, 50), 10, priority=1)
+    while engine.busy:
+        before = engine.time.now
+        assert engine.busy
+        assert engine.time.now - before < LEAST_HOLD_S
+        engine.step()
+
+
+def test_rows_wait_for_blocks_before_one_is_preempted(start: Start) -> None:
+    engine = start(kv_tokens=4096, max_model_len=1024)
+    alone = [engine.answer(prompt(number, 100), 60) for number in range(24)]
+    preempted = []
+    preempt = engine.scheduler._preempt_request
+
+    def seen(request: Any, *arguments: Any, **options: Any) -> None:
+        preempted.append(request)
+        preempt(request, *arguments, **options)
+
+    engine.scheduler._preempt_request = seen
+    for number in range(24):
+        engine.add(f"row {number}", prompt(number, 100), 60 + 20 * (number < 4), priority=1)
+    engine.run()
+    assert [engine.tokens[f"row {number}"][:60] for number in range(24)] == alone
+    assert not preempted
+
+
+def test_rows_that_live_requests_keep_out_come_in_their_turn(start: Start) -> None:
+    engine = start(max_num_seqs=2)
+    engine.add("row", prompt(1, 50), 3, priority=1)
+    for number in range(40):
+        engine.add(f"live {number}", prompt(2 + number, 50), 20)
+    engine.run()
+    waited = engine.ended_at["row"]
+    assert AGING_S < waited < AGING_S + 5.0
+    assert waited < engine.ended_at["live 39"]
+
+
+def test_rows_with_adapters_stay_where_there_are_more_adapters_than_slots(start: Start) -> None:
+    engine = start(engine={"enable_lora": True, "max_loras": 1}, per_sequence_ms=5.0)
+    learn(engine)
+    adapters = [LoRARequest(f"adapter {number}", number + 1, f"/{number}") for number in range(2)]
+    for adapter in adapters:
+        assert engine.core.add_lora(adapter)
+    for number in range(12):
+        engine.add(f"row {number}", prompt(number, 30), 30, adapters[0], priority=1)
+    go_on(engine, 1.0)
+    engine.add("live", prompt(50, 30), 30, adapters[1], extra_args={GOALS: (0.0, 0.06)})
+    engine.run()
+    assert len(engine.tokens["live"]) == 30
+    assert all(len(engine.tokens[f"row {number}"]) == 30 for number in range(12))
+
+
+REQUESTS = st.lists(
+    st.tuples(
+        st.integers(-1, 2),  # priority
+        st.integers(1, 300),  # tokens of the prompt
+        st.integers(1, 60),  # tokens of the answer
+        st.floats(0, 0.6),  # seconds until the next request
+        st.integers(0, 3),  # adapter; 0: none
+    ),
+    min_size=1,
+    max_size=30,
+)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    requests=REQUESTS,
+    places=st.integers(1, 8),
+    blocks=st.integers(24, 60),
+    ahead=st.booleans(),
+    goal=st.sampled_from([0.0, 0.02, 0.08, 0.3]),
+    runner_2=st.booleans(),
+    slots=st.integers(0, 3),
+)
+def test_nothing_is_lost_and_each_answer_is_as_if_it_were_alone(
+    requests: list[tuple[int, int, int, float, int]],
+    places: int,
+    blocks: int,
+    ahead: bool,
+    goal: float,
+    runner_2: bool,
+    slots: int,
+) -> None:
+    with virtual_engines(LiveFirstEngine) as begin:
+        tight = {
+            "kv_tokens": 16 * blocks,
+            "max_model_len": 384,
+            "max_num_seqs": places,
+            "async_scheduling": ahead,
+        }
+        lora = {"enable_lora": True, "max_loras": slots} if slots else {}
+        engine = begin(engine=PRIORITY | lora, **DEVICE | tight)
+        engine.scheduler.use_v2_model_runner = runner_2
+        adapters = [
+            None,
+            *(LoRARequest(f"adapter {each}", each, f"/{each}") for each in range(1, 4) if slots),
+        ]
+        for each in adapters[1:]:
+            assert engine.core.add_lora(each)
+        names = [str(number) for number in range(len(requests))]
+        alone = [engine.answer(prompt(number, each[1]), each[2]) for number, each in enumerate(requests)]
+        for number, (priority, tokens, output, pause, adapter) in enumerate(requests):
+            told = {"extra_args": {GOALS: (0.0, goal)}} if goal else {}
+            own = adapters[adapter % len(adapters)]
+            engine.add(names[number], prompt(number, tokens), output, own, priority, **told)
+            go_on(engine, pause)
+        engine.run()
+        assert [engine.tokens[name] for name in names] == alone
+        assert not engine.scheduler.running
+        assert engine.scheduler.kv_cache_manager.usage == 0.0

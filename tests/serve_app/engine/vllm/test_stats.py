@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from vllm import SamplingParams
 from vllm.inputs.engine import tokens_input
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind
+from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.metrics.loggers import StatLoggerManager
@@ -158,6 +158,30 @@ async def test_tokens_that_no_client_has_got_are_counted(book: CallBook) -> None
 
 
 @virtual
+async def test_the_batcher_sees_how_far_an_answer_is_that_comes_as_a_whole(book: CallBook) -> None:
+    async with opened(capacity=1_000, policy="max_utilization") as site:
+        for _ in range(400):
+            async with site.batcher.slot(prompt_tokens=16, max_tokens=50) as slot:
+                slot.report(5)
+        llm, engine = stepped(site)
+        task = begin(llm, book.open(Origin(), RequestUsage()), output_kind=FINAL)
+        await blocked()
+        waits = site.batcher.slot_nowait(1_000, priority=1)
+        before = site.batcher.stats.running_cost
+        for _ in range(30):
+            engine.step()
+            await asyncio.sleep(0.05)
+        # No result has come; whatever happens in the batcher has it ask for the tokens.
+        async with site.batcher.slot(0):
+            pass
+        assert site.batcher.stats.running_cost > before + 20
+        engine.step(finish=True)
+        await task
+        assert waits.running
+        waits.release()
+
+
+@virtual
 async def test_a_prompt_that_is_aborted_before_its_first_token_is_not_counted(book: CallBook) -> None:
     async with opened(capacity=10_000) as site:
         llm, engine = stepped(site)
@@ -168,6 +192,39 @@ async def test_a_prompt_that_is_aborted_before_its_first_token_is_not_counted(bo
         (row,) = rows(book)
         assert (row.prompt_tokens, row.cached_tokens, row.output_tokens) == (0, 0, 0)
         assert counted(book, engine)
+
+
+@virtual
+async def test_a_slot_has_the_times_of_its_way_to_the_first_token(book: CallBook) -> None:
+    async with opened(capacity=10_000) as site:
+        llm, engine = stepped(site)
+        call = book.open(Origin(), RequestUsage())
+        task = begin(llm, call)
+        await blocked()
+        # vLLM's double has a clock of its own, at 1.0 when it sends the first token.
+        before = [(EngineCoreEventType.QUEUED, 0.4), (EngineCoreEventType.SCHEDULED, 0.6)]
+        engine.step(events=[EngineCoreEvent(kind, at) for kind, at in before])
+        await blocked()
+        engine.step(finish=True)
+        await task
+        (slot,) = call.usage.slots
+        times = dict(slot.events)
+        assert list(times) == ["tokenized", "queued", "scheduled", "first token", "received"]
+        assert (times["queued"], times["scheduled"], times["first token"]) == (0.4, 0.6, 1.0)
+        assert slot.started_at <= times["tokenized"] <= times["received"] <= slot.ended_at
+
+
+@virtual
+async def test_a_slot_without_a_first_token_has_the_times_before(book: CallBook) -> None:
+    async with opened(capacity=10_000) as site:
+        llm, _ = stepped(site)
+        call = book.open(Origin(), RequestUsage())
+        task = begin(llm, call)
+        await blocked()
+        task.cancel()
+        await blocked()
+        (slot,) = call.usage.slots
+        assert not slot.events
 
 
 @pytest.mark.parametrize(("ends", "outcome"), [(True, "ok"), (False, "cancelled")])
@@ -238,7 +295,7 @@ async def test_a_beam_search_has_all_that_it_asks_of_the_engine(book: CallBook) 
             return [each async for each in llm.generate(prompt, params, "r")][-1]
 
         call = book.open(Origin(), RequestUsage())
-        await admitted(llm, of_call(call, answers=2, beam=True))
+        await admitted(llm, of_call(call, answers=2))
         params = BeamSearchParams(beam_width=2, max_tokens=3)
         async for _ in llm.beam_search(search, prompt=TEN, params=params, request_id="r"):
             pass
@@ -359,54 +416,9 @@ async def test_a_client_does_not_state_how_much_of_its_prompt_was_in_the_cache(b
         assert [(row.prompt_tokens, row.cached_tokens) for row in rows(book)] == [(10, 4)]
 
 
-class Batcher:
-    """Stands for a batcher."""
-
-    def __init__(self) -> None:
-        self.steps: list[float] = []
-
-    def step(self, seconds: float) -> None:
-        self.steps.append(seconds)
-
-
-def timed(*times: float) -> tuple[EngineStats, list[float]]:
-    """Return statistics whose clock shows these times, and the steps that its batcher gets."""
-    shown = iter(times)
-    batcher: Any = Batcher()
-    stats = UnreportedStats(None, clock=lambda: next(shown))
-    stats.batcher = batcher
-    return stats, batcher.steps
-
-
-def running(requests: int, steps: int = 0) -> Any:
-    return SimpleNamespace(num_running_reqs=requests, step_counter=steps)
-
-
-def test_a_step_takes_from_the_one_before_it() -> None:
-    stats, steps = timed(10.0, 10.5, 12.5)
-    for _ in range(3):
-        stats.record(running(1), None)
-    assert steps == [0.5, 2.0]
-
-
-def test_statistics_of_several_steps_are_one_step_of_their_mean_time() -> None:
-    stats, steps = timed(10.0, 11.0, 13.0)
-    for count in (1, 4, 1):
-        stats.record(running(1, count), None)
-    assert steps == [0.25, 2.0]
-
-
-def test_the_time_without_requests_is_no_step() -> None:
-    stats, steps = timed(1.0, 2.0, 3.0)
-    for requests in (1, 0, 1):
-        stats.record(running(requests), None)
-    stats.record(None, None)
-    assert len(steps) == 1
-
-
 def test_each_message_of_the_engine_is_progress_also_without_statistics() -> None:
     stats = UnreportedStats(None)
-    stats.record(running(1), None)
+    stats.record(SchedulerStats(num_running_reqs=1), None)
     stats.record(None, None)
     assert (stats.steps, stats.prompt, stats.output) == (2, 0, 0)
 
@@ -561,3 +573,17 @@ def test_only_the_histograms_of_the_dashboard_are_kept(
         (f"{name}_sum", "m", "1"): [3],
         (f"{name}_count", "m", "1"): [1],
     }
+
+
+@pytest.mark.parametrize(("usage", "expected"), [(0.5, []), (0.97, [3])], ids=["for a place", "for blocks"])
+def test_preemptions_with_a_full_cache_are_told(
+    reported: list[tuple[Any, Any, int]], usage: float, expected: list[int]
+) -> None:
+    told: list[int] = []
+    stats = EngineStats(None, [0])
+    stats.preempted = told.append
+    scheduler, iteration = step(3, 2)
+    scheduler.kv_cache_usage, iteration.num_preempted_reqs = usage, 3
+    stats.record(scheduler, iteration)
+    stats.record(*step(3, 2))
+    assert told == expected

@@ -1,0 +1,1 @@
+"""Live traffic beside batch rows on one engine, through the whole service."""
