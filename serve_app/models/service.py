@@ -143,8 +143,8 @@ def _batcher() -> Section:
         "policy": Item(
             defaults.policy,
             "Each request reserves KV cache for its prompt and its max_tokens. The other policy, "
-            "max_utilization, reserves for flex requests what answers of their tenant have been: more of them "
-            "run at once, and a few may be preempted.",
+            "max_utilization, reserves for flex requests what answers of their tenant have been: more of "
+            "them run at once, and a few may be preempted.",
         ),
         "max_queue_size": Item(
             defaults.max_queue_size, "Most requests that wait. The next one gets a 429 with Retry-After."
