@@ -8,11 +8,11 @@ from ray.serve import Application
 from ray.serve._private.constants import RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S
 from ray.serve.config import RequestRouterConfig
 
-from serve_app.batches.deployment import Batches
 from serve_app.engine.deployment import Engine
 from serve_app.engine.function import FunctionEngine
 from serve_app.ingress.deployment import Ingress
 from serve_app.ingress.status import BATCHES, QUOTAS, TURNS, engine_name
+from serve_app.jobs.deployment import Batches
 from serve_app.quotas.deployment import Quotas
 from serve_app.settings.environment_check import check_environment
 from serve_app.settings.models import FunctionSettings, ModelSettings

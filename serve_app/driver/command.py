@@ -13,7 +13,6 @@ from typing import Any
 import click
 
 from serve_app.api.protocol import JSON
-from serve_app.batches.pacing import Auto, Fixed
 from serve_app.driver.api_run import APIRun
 from serve_app.driver.chunks import chunked
 from serve_app.driver.clients import Client, HandleClient, HTTPClient
@@ -28,6 +27,7 @@ from serve_app.driver.rows import Row, numbered
 from serve_app.driver.run_stats import RunStats
 from serve_app.driver.running import Run, call_body
 from serve_app.driver.sources import Pipe, open_source
+from serve_app.jobs.pacing import Auto, Fixed
 from serve_app.system.command_line import INTERRUPTED, USAGE, run
 
 FAILED, SOME_FAILED, DISK_FAILED = 1, 3, 4

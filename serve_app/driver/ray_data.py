@@ -6,7 +6,6 @@ from typing import Any
 
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import ServiceTier
-from serve_app.batches.pacing import Backoff, Fixed
 from serve_app.driver.chunks import chunked
 from serve_app.driver.clients import HandleClient
 from serve_app.driver.errors import DriverError
@@ -16,6 +15,7 @@ from serve_app.driver.rows import numbered
 from serve_app.driver.run_stats import RunStats
 from serve_app.driver.running import call_body
 from serve_app.driver.sending import Sender
+from serve_app.jobs.pacing import Backoff, Fixed
 
 
 class Generate:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from batcher.stats import percentiles
 from serve_app.api.protocol import JSON
-from serve_app.batches.engine_load import EngineLoad, engine_load
+from serve_app.jobs.pacing import EngineLoad, engine_load
 
 IDLE = EngineLoad(0, 0)
 

@@ -129,12 +129,12 @@ def test_batches_are_one_replica_that_knows_every_engine(tmp_path: Path) -> None
 def test_a_database_is_imported_only_where_batches_run() -> None:
     script = """
 import sys
-import serve_app.app, serve_app.ingress.deployment, serve_app.batches.deployment
+import serve_app.app, serve_app.ingress.deployment, serve_app.jobs.deployment
 serve_app.app.build({"models": [{"id": "demo", "source": "saturate://demo"}], "batches": {"folder": "/x"}})
-print(sorted(name for name in sys.modules if name.startswith("serve_app.batches.") or "psycopg" in name))
+print(sorted(name for name in sys.modules if name.startswith("serve_app.jobs.") or "psycopg" in name))
 """
     done = run([sys.executable, "-c", script])
-    assert done.stdout == "['serve_app.batches.deployment']\n", done.stderr
+    assert done.stdout == "['serve_app.jobs.deployment']\n", done.stderr
 
 
 def test_ray_serve_s_limits_are_above_the_batcher_s() -> None:

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 ORDER = [
     {"app", "cli"},
     {"driver", "models", "tuning"},
-    {"batches", "client"},
+    {"client", "jobs"},
     {"ingress"},
     {"engine"},
     {"ledger", "quotas", "turns"},

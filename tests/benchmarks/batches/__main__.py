@@ -15,7 +15,7 @@ from pydantic_core import from_json, to_json
 from batcher.stats import percentiles
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
-from serve_app.batches.service import BatchService
+from serve_app.jobs.service import BatchService
 from serve_app.relay.frame import unpack
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.batches import BatchesSettings

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from serve_app.api.protocol import JSON
-from serve_app.batches.engines import EngineClient
+from serve_app.jobs.engines import EngineClient
 from serve_app.relay.frame import Head
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.schema import parse

@@ -19,19 +19,18 @@ from pydantic_core import to_json
 from serve_app.api.facts import inspect
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
-from serve_app.batches.client import Answer
-from serve_app.batches.content import Content, Contents, Disk
-from serve_app.batches.engine_load import EngineLoad
-from serve_app.batches.files import add_file
-from serve_app.batches.key_rules import KeyRules
-from serve_app.batches.limits import Limits
-from serve_app.batches.pacing import Fixed
-from serve_app.batches.plan import Plan
-from serve_app.batches.runner import Runner
-from serve_app.batches.store import Store
-from serve_app.batches.stored import Batch, File
-from serve_app.batches.validate import validate
 from serve_app.ingress.replica_choice import ReplicaChoice, ReplicaState
+from serve_app.jobs.content import Content, Contents, Disk
+from serve_app.jobs.intake import validate
+from serve_app.jobs.key_rules import KeyRules
+from serve_app.jobs.limits import Limits
+from serve_app.jobs.models import Batch, File
+from serve_app.jobs.pacing import EngineLoad, Fixed
+from serve_app.jobs.plan import Plan
+from serve_app.jobs.rows import Answer
+from serve_app.jobs.runner import Runner
+from serve_app.jobs.storage import add_file
+from serve_app.jobs.store import Store
 from serve_app.settings.ingress import IngressSettings
 from tests.benchmarks import report
 from tests.benchmarks.beside.virtual import HOST_S, SUBMIT_S

@@ -9,12 +9,12 @@ from pathlib import Path
 import uvicorn
 from starlette.applications import Starlette
 
-from serve_app.batches.api import BatchAPI
-from serve_app.batches.key_rules import KeyRules
-from serve_app.batches.runner import Runner
+from serve_app.jobs.key_rules import KeyRules
+from serve_app.jobs.routes import BatchAPI
+from serve_app.jobs.runner import Runner
 from tests.progress import STILL_S
-from tests.serve_app.batches.engine import Engine
-from tests.serve_app.batches.helpers import opened
+from tests.serve_app.jobs.engine import Engine
+from tests.serve_app.jobs.helpers import opened
 
 LIMIT_S = STILL_S
 

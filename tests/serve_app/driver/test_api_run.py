@@ -13,8 +13,8 @@ import pytest
 from serve_app.driver.api_run import RUN, APIRun
 from serve_app.driver.command import main
 from serve_app.driver.errors import CommandError, DriverError
-from tests.serve_app.batches.helpers import row, text_of
 from tests.serve_app.driver.batch_site import batch_site
+from tests.serve_app.jobs.helpers import row, text_of
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from serve_app.api.protocol import JSON
-from serve_app.batches.pacing import Backoff
 from serve_app.driver.command import main
+from serve_app.jobs.pacing import Backoff
 from tests.progress import STILL_S, run, wait_until
 from tests.serve_app.driver.disk import failing_sync, full
 from tests.serve_app.driver.fake import FakeService, failure, listening

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from serve_app.api.protocol import JSON
-from serve_app.batches.engine_load import EngineLoad
 from serve_app.driver.run_stats import SAMPLE, Latencies, RunStats, Totals, Utilization
+from serve_app.jobs.pacing import EngineLoad
 
 
 def replica(name: str, busy_s: float, idle_s: float, running: int = 0, waiting: int = 0) -> JSON:

@@ -17,11 +17,11 @@ from starlette.routing import Route
 from serve_app.api.protocol import JSON, GenerateRequest
 from serve_app.api.routes import GENERATION, MOVED, OPENAI, POOLING, SPEECH, TOKENIZING
 from serve_app.auth.keys import hash_key
-from serve_app.batches.api import BatchAPI
 from serve_app.ingress.api_document import RETRY_S, APIDocument
 from serve_app.ingress.batches import ROUTES
 from serve_app.ingress.deployment import NOT_STORED, Ingress
 from serve_app.ingress.status import ModelHealth
+from serve_app.jobs.routes import BatchAPI
 from serve_app.settings.schema import parse
 from tests.pages import read
 from tests.serve_app.ingress.engine_doubles import Engine, check_error, echo, health

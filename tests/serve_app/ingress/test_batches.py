@@ -16,20 +16,20 @@ from starlette.types import Message, Receive, Scope, Send
 from serve_app.api.errors import RequestError
 from serve_app.auth.key_store import KeyStore
 from serve_app.auth.keys import hash_key
-from serve_app.batches.service import BatchService
-from serve_app.batches.store import Store
 from serve_app.ingress.batches import BODY_BYTES, PIECE_BYTES, Forward
 from serve_app.ingress.body import BodyBudget
 from serve_app.ingress.context import RequestMiddleware
 from serve_app.ingress.deployment import Ingress
 from serve_app.ingress.status import ModelHealth
+from serve_app.jobs.service import BatchService
+from serve_app.jobs.store import Store
 from serve_app.settings.schema import Settings, parse
 from serve_app.telemetry.request_tracker import RequestTracker
 from tests.progress import STILL_S
-from tests.serve_app.batches.engine import Engine
-from tests.serve_app.batches.handle import Handle
-from tests.serve_app.batches.helpers import commits, row, text_of
 from tests.serve_app.ingress.engine_doubles import Client, check_error, health
+from tests.serve_app.jobs.engine import Engine
+from tests.serve_app.jobs.handle import Handle
+from tests.serve_app.jobs.helpers import commits, row, text_of
 
 __all__ = ["health"]
 

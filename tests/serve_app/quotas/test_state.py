@@ -16,7 +16,7 @@ from serve_app.quotas.state import (
     TakenOverError,
     open_state,
 )
-from tests.serve_app.batches.server import Server, start
+from tests.serve_app.jobs.server import Server, start
 
 
 class FakeRedis:

@@ -1,0 +1,475 @@
+"""Contents of files: uploads as they came, and results that are appended in parts.
+
+A content that is complete is one file, `files/ID`, and never changes. Results that are still written are
+parts in the folder `parts/ID`. The name of a part has the epoch of its writer (see `Store`) and the offset of
+its first byte:
+
+- An append writes a new part. Nothing is truncated.
+- Until the content is complete, a process writes, merges and deletes parts of its own epoch only: a process
+  that was taken over, and does not know it yet, destroys nothing.
+- Of two parts that have a byte, the one with the higher epoch is right. A process begins at the length that
+  is committed, and once it has begun, no older one commits. So a part of a lower epoch is right up to the
+  first byte of a higher one, and wrong behind it.
+- `files/ID` wins over all parts: it is made of the committed ones when no more can be committed, and then the
+  parts are deleted.
+
+The same holds on a disk and in object storage; a `Storage` has the difference.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Generic, Literal, NamedTuple, Protocol, TypeVar
+from uuid import uuid4
+
+from serve_app.jobs.errors import ContentLostError
+from serve_app.jobs.failpoints import reach
+
+PIECE_BYTES = 1 << 18
+"""Bytes that are read at once."""
+
+PART_BYTES = 16 << 20
+"""Bytes from which on a part is not merged any more."""
+
+MERGED_PARTS = 16
+"""Parts that are merged into one, and as many of those into the next larger one."""
+
+FOLDER = "files"
+"""The folder of the contents, beside the database."""
+
+DRAFT = re.compile(r"(?:(\d+)-)?[0-9a-f]{32}")
+"""Name of a draft; one of an earlier version has no epoch."""
+
+PART = re.compile(r"(?:(\d+)-)?(\d{20})")
+"""Name of a part; one of an earlier version has no epoch."""
+
+
+class Input(Protocol):
+    """A file that can be read: a path, or an object in a storage."""
+
+    @property
+    def name(self) -> str: ...
+
+    def open(self, mode: Literal["rb"]) -> IO[bytes]: ...
+
+
+class Draft:
+    """Content that is being received or made. It is deleted unless a `Storage` keeps it.
+
+    Attributes:
+        size: Bytes so far.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.size = 0
+        self._file: IO[bytes] = path.open("xb")
+
+    def write(self, data: bytes) -> None:
+        """Add bytes."""
+        self._file.write(data)
+        self.size += len(data)
+
+    def close(self) -> None:
+        """Write no more."""
+        self._file.close()
+
+    def sync(self) -> None:
+        """Flush the bytes to the disk, and close the draft."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def discard(self) -> None:
+        """Delete the draft."""
+        self.path.unlink(missing_ok=True)
+        # The last bytes may find no space; nobody needs them.
+        with suppress(OSError):
+            self._file.close()
+
+
+I_co = TypeVar("I_co", bound=Input, covariant=True)
+
+
+class Storage(Protocol[I_co]):
+    """Files by name, such as `files/ID`, on a disk or elsewhere. All errors are OSErrors."""
+
+    def input(self, name: str) -> I_co:
+        """Return a file that is complete, for those who read some of its lines at a time."""
+
+    def open(self, name: str) -> IO[bytes]:
+        """Open a file to read; raise a FileNotFoundError if it is missing."""
+
+    def spans(self, name: str, places: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Return bytes of a file, by offsets and lengths; raise a FileNotFoundError if it is missing."""
+
+    def size(self, name: str) -> int | None:
+        """Return the length of a file; None: it is missing."""
+
+    def list(self, folder: str) -> dict[str, int]:
+        """Return the names in a folder, without it, with their lengths."""
+
+    def put(self, draft: Draft, name: str) -> None:
+        """Make a draft a file, durably, in place of one that is there: after a crash either is whole."""
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Delete files, as far as they are there."""
+
+    def remove_folder(self, folder: str) -> None:
+        """Delete a folder with all of its files, if it is there."""
+
+
+class Disk:
+    """Files in a folder.
+
+    Args:
+        folder: The folder; it is created if missing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        for name in (FOLDER, "parts"):
+            (folder / name).mkdir(0o700, parents=True, exist_ok=True)
+        _sync(folder)
+
+    def input(self, name: str) -> Path:
+        """Return the path of a file."""
+        return self._folder / name
+
+    def open(self, name: str) -> IO[bytes]:
+        """Open a file to read."""
+        return self.input(name).open("rb")
+
+    def spans(self, name: str, places: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Return bytes of a file, given by their offsets and lengths; behind its end there are none."""
+        found = []
+        with self.open(name) as file:
+            for offset, size in places:
+                file.seek(offset)
+                found.append(file.read(size))
+        return found
+
+    def size(self, name: str) -> int | None:
+        """Return the length of a file; None: it is missing."""
+        try:
+            return self.input(name).stat().st_size
+        except FileNotFoundError:
+            return None
+
+    def list(self, folder: str) -> dict[str, int]:
+        """Return the names in a folder with their lengths."""
+        found = {}
+        with suppress(FileNotFoundError):
+            for name in os.listdir(self.input(folder)):
+                if (size := self.size(f"{folder}/{name}")) is not None:
+                    found[name] = size
+        return found
+
+    def put(self, draft: Draft, name: str) -> None:
+        """Make a draft a file, durably."""
+        reach("content.sync")
+        draft.sync()
+        reach("content.rename")
+        self._move(draft.path, name)
+        reach("content.kept")
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Delete files, as far as they are there, and folders that are empty then."""
+        for name in names:
+            self.input(name).unlink(missing_ok=True)
+        for folder in {self.input(name).parent for name in names} - {self._folder / FOLDER}:
+            # Others are still in it, or another process was faster.
+            with suppress(OSError):
+                folder.rmdir()
+
+    def remove_folder(self, folder: str) -> None:
+        """Delete a folder with all of its files, if it is there."""
+        self.remove([f"{folder}/{name}" for name in self.list(folder)])
+        # It may have been empty, and another process may write to it.
+        with suppress(OSError):
+            self.input(folder).rmdir()
+
+    def rename(self, name: str, to: str) -> None:
+        """Give a file another name, durably."""
+        self._move(self.input(name), to)
+        _sync(self.input(name).parent)
+
+    def _move(self, path: Path, name: str) -> None:
+        to = self.input(name)
+        if not to.parent.exists():
+            to.parent.mkdir(0o700, exist_ok=True)
+            # A name is durable only with its folder.
+            _sync(to.parent.parent)
+        path.replace(to)
+        reach("content.renamed")
+        _sync(to.parent)
+
+
+class Part(NamedTuple):
+    """A part of a content.
+
+    Attributes:
+        epoch: Epoch of its writer; 0: an earlier version wrote it.
+        start: Offset of its first byte.
+        end: Offset behind its last byte.
+        name: Name in the storage.
+        merged: How often it was merged; None: it is large enough.
+    """
+
+    epoch: int
+    start: int
+    end: int
+    name: str
+    merged: int | None = 0
+
+
+class Content(Generic[I_co]):
+    """Contents by id. Its methods may be called in any thread, but only one at a time for each id.
+
+    Args:
+        folder: Folder of what is being received or made; that of earlier epochs is deleted.
+        epoch: The epoch of the owner, `Store.epoch`.
+        storage: Where the contents are; a `Disk` has the same folder.
+        part_bytes: Bytes from which on a part is not merged any more.
+        merged_parts: Parts that are merged into one.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        epoch: int,
+        storage: Storage[I_co],
+        *,
+        part_bytes: int = PART_BYTES,
+        merged_parts: int = MERGED_PARTS,
+    ) -> None:
+        self._epoch = epoch
+        self._storage = storage
+        self._part_bytes = part_bytes
+        self._merged_parts = merged_parts
+        # Parts of this process that follow each other, by content.
+        self._own: dict[str, list[Part]] = {}
+        self._drafts = folder / "drafts"
+        self._drafts.mkdir(0o700, parents=True, exist_ok=True)
+        for path in self._drafts.iterdir():
+            if (found := DRAFT.fullmatch(path.name)) and int(found[1] or 0) < epoch:
+                path.unlink(missing_ok=True)
+
+    def path(self, id: str) -> I_co:
+        """Return a content that is complete, to be read."""
+        return self._storage.input(_whole(id))
+
+    def size(self, id: str) -> int | None:
+        """Return the length of a content that is complete; None: it is missing, or not complete."""
+        return self._storage.size(_whole(id))
+
+    def draft(self) -> Draft:
+        """Return a new draft."""
+        return Draft(self._drafts / f"{self._epoch}-{uuid4().hex}")
+
+    def keep(self, draft: Draft, id: str) -> None:
+        """Make a draft the content of an id, durably: after a crash it is there as a whole, or not at all."""
+        self._storage.put(draft, _whole(id))
+
+    def append(self, id: str, offset: int, data: bytes) -> None:
+        """Write results at an offset, durably. What this process wrote at it or behind it counts no more.
+
+        Args:
+            id: The content.
+            offset: The length that is committed.
+            data: The bytes.
+
+        Raises:
+            ContentLostError: The content is shorter than `offset`.
+            OSError: The storage is full, or fails; the bytes before the offset are as they were.
+        """
+        reach("content.append")
+        own = self._own.get(id)
+        if own is None:
+            if self.size(id) is not None:
+                raise ContentLostError(f"the content of {id} is complete already")
+            _right_parts(id, self._parts(id), 0, offset)
+            own = self._own[id] = []
+        while own and own[-1].end > offset:
+            own.pop()
+        if own and own[-1].end < offset:
+            own.clear()
+        self._merge(id, own)
+        part = Part(self._epoch, offset, offset + len(data), self._part(id, offset))
+        draft = self.draft()
+        try:
+            draft.write(data)
+            reach("content.appended")
+            self._storage.put(draft, part.name)
+        finally:
+            draft.discard()
+        own.append(part)
+        reach("content.synced")
+
+    def take_back(self, id: str, offset: int) -> None:
+        """Delete the part that this process appended last at an offset, and that was not committed."""
+        self._own.pop(id, None)
+        self._storage.remove([self._part(id, offset)])
+
+    def seal(self, id: str, size: int) -> None:
+        """Complete a content of which no more than `size` bytes will ever be committed.
+
+        Raises:
+            ContentLostError: The content is shorter than `size`.
+        """
+        if not size:
+            self.remove(id)
+            return
+        if self.size(id) != size:
+            draft = self.draft()
+            try:
+                for piece in self.pieces(id, size):
+                    draft.write(piece)
+                self.keep(draft, id)
+            finally:
+                draft.discard()
+        self._remove_parts(id)
+
+    def pieces(self, id: str, size: int, start: int = 0) -> Iterator[bytes]:
+        """Yield the first `size` bytes of a content, without the first `start` ones.
+
+        Raises:
+            ContentLostError: The content is missing, or shorter.
+        """
+        tried = -1
+        while start < size:
+            try:
+                for piece in self._pieces(id, size, start):
+                    start += len(piece)
+                    yield piece
+            except (FileNotFoundError, ContentLostError) as error:
+                # Parts are merged while they are read. Those that are found now have the same bytes.
+                if start == tried:
+                    raise ContentLostError(f"the content of {id} is gone, or shorter than it was") from error
+                tried = start
+
+    def spans(self, id: str, places: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Return bytes of a content that is complete, by offsets and lengths; there are none behind its end.
+
+        Raises:
+            ContentLostError: The content is missing.
+        """
+        try:
+            return self._storage.spans(_whole(id), places)
+        except FileNotFoundError:
+            raise ContentLostError(f"the content of {id} is gone") from None
+
+    def remove(self, id: str) -> None:
+        """Delete a content, if it is there."""
+        reach("content.remove")
+        self._storage.remove([_whole(id)])
+        self._remove_parts(id)
+
+    def adopt(self, id: str) -> None:
+        """Go on with results that an earlier version has appended to one file: they are the first part.
+
+        It may be called for each content of an open batch when the batches are opened, and only then.
+        """
+        disk: object = self._storage
+        # That version had parts in object storage already.
+        if isinstance(disk, Disk) and self.size(id) is not None and not self._parts(id):
+            disk.rename(_whole(id), f"parts/{id}/{0:020d}")
+
+    def _pieces(self, id: str, size: int, start: int) -> Iterator[bytes]:
+        if self.size(id) is not None:
+            yield from self._read(id, _whole(id), start, size)
+            return
+        for part, at, end in _right_parts(id, self._parts(id), start, size):
+            yield from self._read(id, part.name, at - part.start, end - part.start)
+
+    def _read(self, id: str, name: str, start: int, end: int) -> Iterator[bytes]:
+        with self._storage.open(name) as file:
+            file.seek(start)
+            while start < end:
+                piece = file.read(min(PIECE_BYTES, end - start))
+                if not piece:
+                    raise ContentLostError(f"the content of {id} is shorter than it was")
+                start += len(piece)
+                yield piece
+
+    def _merge(self, id: str, own: list[Part]) -> None:
+        """Merge the last parts if they are enough of one kind. All are committed.
+
+        The merged part takes the place of the first one: it begins with the same bytes. The next ones are
+        deleted afterwards, and harm nobody if that fails.
+        """
+        while len(last := own[-self._merged_parts :]) == self._merged_parts:
+            merged = last[0].merged
+            if merged is None or any(part.merged != merged for part in last):
+                return
+            draft = self.draft()
+            try:
+                for part in last:
+                    for piece in self._read(id, part.name, 0, part.end - part.start):
+                        draft.write(piece)
+                self._storage.put(draft, last[0].name)
+            except FileNotFoundError:
+                raise ContentLostError(f"the content of {id} is gone, or shorter than it was") from None
+            finally:
+                draft.discard()
+            reach("content.merged")
+            level = merged + 1 if draft.size < self._part_bytes else None
+            own[-self._merged_parts :] = [last[0]._replace(end=last[-1].end, merged=level)]
+            self._storage.remove([part.name for part in last[1:]])
+
+    def _parts(self, id: str) -> list[Part]:
+        parts = []
+        for file, size in self._storage.list(f"parts/{id}").items():
+            if found := PART.fullmatch(file):
+                epoch, start = int(found[1] or 0), int(found[2])
+                parts.append(Part(epoch, start, start + size, f"parts/{id}/{file}"))
+        return parts
+
+    def _remove_parts(self, id: str) -> None:
+        self._own.pop(id, None)
+        self._storage.remove_folder(f"parts/{id}")
+
+    def _part(self, id: str, start: int) -> str:
+        return f"parts/{id}/{self._epoch}-{start:020d}"
+
+
+Contents = Content[Input]
+"""Contents by id, on a disk or elsewhere."""
+
+
+def _whole(id: str) -> str:
+    return f"{FOLDER}/{id}"
+
+
+def _right_parts(id: str, parts: Sequence[Part], start: int, end: int) -> list[tuple[Part, int, int]]:
+    """Return the parts that have the bytes from `start` to `end`, each with the offsets that are taken of it.
+
+    Raises:
+        ContentLostError: One is missing.
+    """
+    found = []
+    while start < end:
+        covering = [part for part in parts if part.start <= start < part.end]
+        if not covering:
+            raise ContentLostError(f"the content of {id} is gone, or shorter than it was")
+        # The highest epoch, and of its parts the last one.
+        best = max(covering, key=_rank)
+        later = [part.start for part in parts if _rank(part) > _rank(best) and part.start > start]
+        until = min(end, best.end, *later)
+        found.append((best, start, until))
+        start = until
+    return found
+
+
+def _rank(part: Part) -> tuple[int, int]:
+    return part.epoch, part.start
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

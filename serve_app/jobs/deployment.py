@@ -1,0 +1,122 @@
+"""The Batches deployment: files and batches, behind a deployment handle."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from serve_app.api.protocol import JSON
+from serve_app.auth.key_store import KeyStore
+from serve_app.engine.quotas import CallQuotas
+from serve_app.ingress.status import Health
+from serve_app.quotas.handle import Handle
+from serve_app.relay.request import RelayRequest
+from serve_app.settings.batches import BatchesSettings
+from serve_app.settings.schema import Settings
+from serve_app.system.cpu_scheduling import BACKGROUND_NICE, use_batch_scheduling
+from serve_app.system.garbage_collection import collect_rarely
+from serve_app.system.serve_logging import flush_warnings
+
+logger = logging.getLogger("ray.serve")
+
+DRAIN_S = 5.0
+"""Seconds that rows in flight have when this replica stops. The next one sends again the others."""
+
+
+class Batches:
+    """Files and batches of OpenAI's API. One replica: one process has the state open.
+
+    Args:
+        settings: The config's `args`, with `batches`.
+        engines: The handle of each model's Engine, by model id.
+        quotas: The handle of the Quotas deployment; None: there is none.
+
+    Raises:
+        StoreError: The folder can't be used.
+    """
+
+    # Serve awaits a constructor that is a coroutine.
+    async def __init__(  # type: ignore[misc]
+        self,
+        settings: Settings,
+        engines: Mapping[str, DeploymentHandle[Any]],
+        quotas: Handle | None = None,
+    ) -> None:
+        flush_warnings()
+        # Imported only here: no other process needs a database.
+        from serve_app.jobs.engines import EngineClient
+        from serve_app.jobs.errors import StoreError
+        from serve_app.jobs.service import BatchService
+
+        assert settings.batches is not None
+        context = serve.get_replica_context()
+        health = Health(context.app_name, list(engines))
+        keys = KeyStore(settings.access, quotas=quotas is not None) if settings.access else None
+        if keys:
+            keys.watch()
+        self._keys = keys
+        self._quotas = CallQuotas(settings.usage.quotas, quotas, context.replica_tag)
+        client = EngineClient(settings, engines, health, keys, self._quotas)
+        try:
+            self._service = await BatchService.open(settings.batches, client, client.models, keys)
+        except OSError as error:
+            raise StoreError(_unusable(settings.batches, error)) from error
+        self._metrics = None
+        if settings.telemetry.metrics:
+            from serve_app.jobs.service import BatchesMetrics
+
+            self._metrics = BatchesMetrics(self._service.stats)
+            self._metrics.start()
+        use_batch_scheduling(BACKGROUND_NICE)
+        collect_rarely()
+
+    async def relay(self, request: RelayRequest) -> AsyncGenerator[bytes, None]:
+        """Answer an HTTP request, as relay messages."""
+        async with aclosing(self._service.relay(request)) as messages:
+            async for message in messages:
+                yield message
+
+    async def put(self, upload: str, data: bytes, last: bool) -> bool:
+        """Add a piece to the body of a request once there is room.
+
+        Args:
+            upload: Its `RelayRequest.upload`.
+            data: The piece.
+            last: Nothing follows it.
+
+        Returns:
+            Whether the piece was taken; if not, the request has its answer already.
+        """
+        return await self._service.uploads.put(upload, data, last)
+
+    async def stats(self) -> JSON:
+        """Return the entry of the batches in `/stats`."""
+        return await self._service.stats()
+
+    async def check_health(self) -> None:
+        """Raise if no batches are run any more, or the API keys are followed no more.
+
+        Serve replaces this replica then.
+        """
+        self._service.check()
+        if self._keys:
+            self._keys.check()
+
+    async def __del__(self) -> None:
+        if metrics := getattr(self, "_metrics", None):
+            metrics.stop()
+        if service := getattr(self, "_service", None):
+            await asyncio.shield(service.close(DRAIN_S))
+        if quotas := getattr(self, "_quotas", None):
+            quotas.stop()
+
+
+def _unusable(settings: BatchesSettings, error: OSError) -> str:
+    """Return the message about a place that can't be used, with the fields that name places."""
+    places = {"batches.folder": settings.folder, "batches.content": settings.content}
+    named = " or ".join(f"{field} ({place})" for field, place in places.items() if place)
+    return f"{named}: {error}; it must be a place where the service can make folders and write files"

@@ -1,0 +1,246 @@
+"""The Engines of the service, over deployment handles."""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from pydantic_core import from_json, to_json
+from ray.serve.handle import DeploymentHandle
+
+from serve_app.api.errors import RequestError
+from serve_app.api.facts import inspect
+from serve_app.api.protocol import JSON
+from serve_app.api.routes import MOVED
+from serve_app.api.scheduling import Scheduling
+from serve_app.auth.key_store import KeyStore
+from serve_app.engine.quotas import CallQuotas
+from serve_app.ingress.body import look
+from serve_app.ingress.context import key_quota
+from serve_app.ingress.models import ServedModels
+from serve_app.ingress.relay import (
+    MAX_LOST,
+    PoisonError,
+    Relay,
+    back_off,
+    is_expected,
+    ran_there,
+    unavailable,
+)
+from serve_app.ingress.status import Health, replica_stats
+from serve_app.jobs.pacing import EngineLoad, engine_load
+from serve_app.jobs.rows import Answer, QuotaError
+from serve_app.relay.frame import Head
+from serve_app.relay.request import RelayRequest
+from serve_app.relay.usage import RequestUsage
+from serve_app.settings.schema import Settings
+
+logger = logging.getLogger("ray.serve")
+
+HEADERS = [(b"content-type", b"application/json")]
+
+NO_QUOTAS = CallQuotas()
+
+Handles = Mapping[str, DeploymentHandle[Any]]
+
+
+class EngineClient:
+    """Sends rows to the Engines, as the Ingress does with requests, within the same limits.
+
+    Args:
+        settings: The config's `args`.
+        engines: The handle of each model's Engine, by model id.
+        health: The state of the models' deployments.
+        keys: The API keys, whose quotas hold for the rows of their batches; None: the service has none.
+        quotas: The quotas of tenants and keys.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        engines: Handles,
+        health: Health,
+        keys: KeyStore | None = None,
+        quotas: CallQuotas = NO_QUOTAS,
+    ) -> None:
+        self._limits = settings.ingress
+        self._keys = keys
+        self._quotas = quotas
+        self._engines = dict(engines)
+        self._health = health
+        self._asked: Counter[str] = Counter()
+        self._used: set[str] = set()
+        self._suspects = asyncio.Lock()
+        self._models = ServedModels(settings.models, self._replicas, self._engines)
+        self._relays = {
+            model: Relay(handle, partial(health.running, model)) for model, handle in self._engines.items()
+        }
+
+    @property
+    def models(self) -> Collection[str]:
+        """The ids of the models and adapters that are served, as they are now."""
+        return self._models
+
+    async def refresh(self) -> None:
+        """Learn which adapters are served now."""
+        await self._models.refresh()
+
+    async def send(
+        self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
+    ) -> Answer:
+        """Send a row and return its answer.
+
+        A row that loses an Engine is sent to another one. One that loses the second too may be what they die
+        of, or their neighbour: such rows run one at a time, and a row that loses a third Engine is given up.
+
+        Raises:
+            QuotaError: Its tenant or key has no quota for it now.
+            RequestError: The row is wrong, or no Engine could answer it.
+        """
+        text = to_json(body)
+        named = body.get("model")
+        # While the row is at an engine, its text is enough.
+        del body
+        key = self._keys.named(scheduling.key) if self._keys else None
+        await self._models.learn(named if isinstance(named, str) else None)
+        model, request = await look(len(text), lambda: self._request(endpoint, text, scheduling, models))
+        usage = RequestUsage()
+        context = await self._models.context(model) if self._quotas.on else None
+        quota = key_quota(key.name, key.quota) if key else None
+        self._asked[model] += 1
+        self._used.add(model)
+        reserved = False
+        try:
+            async with self._quotas.reserved(scheduling.tenant, request.facts, context, usage, quota):
+                reserved = True
+                return await self._send(model, request, usage)
+        except RequestError as error:
+            if reserved:
+                raise
+            error = self._models.refusal(model, error)
+            if error.status != 429:
+                raise error from None
+            raise QuotaError(
+                error.status, error.type, error.message, retry_after_s=error.retry_after_s
+            ) from None
+        finally:
+            self._asked[model] -= 1
+
+    async def _send(self, model: str, request: RelayRequest, usage: RequestUsage) -> Answer:
+        lost = 0
+        while True:
+            try:
+                if lost < MAX_LOST:
+                    return await self._ask(model, request, usage)
+                async with self._suspects:
+                    return await self._ask(model, request, usage)
+            except RequestError:
+                raise
+            except Exception as error:
+                if is_expected(error):
+                    logger.warning("batches: an engine of %s failed with a row: %r", model, error)
+                else:
+                    logger.error("batches: a row for %s failed by a fault", model, exc_info=error)
+                if not ran_there(error):
+                    raise unavailable(error) from error
+                lost += 1
+                if lost > MAX_LOST:
+                    raise PoisonError("it is not tried again") from error
+                await back_off(lost)
+
+    def base_of(self, model: str) -> str | None:
+        """Return the model whose engines run a model or an adapter; None: it isn't served now."""
+        return self._models.base_of(model) if model in self._models else None
+
+    async def load(self, base: str | None) -> EngineLoad | None:
+        """Return the load of the engines of a model.
+
+        Args:
+            base: The model; None: all engines that had rows since the last such call.
+
+        Returns:
+            Their load; None: it isn't known.
+        """
+        models = {base} if base else self._used | {model for model, rows in self._asked.items() if rows}
+        if base is None:
+            self._used.clear()
+        found = await asyncio.gather(*map(self._replicas, models))
+        replicas = [replica for one in found for replica in one]
+        return engine_load(replicas) if replicas else None
+
+    async def _replicas(self, model: str) -> list[JSON]:
+        try:
+            return await replica_stats(self._engines[model], partial(self._health.running, model))
+        except Exception:
+            # Without a load the pace stays as it is.
+            return []
+
+    def _request(
+        self, endpoint: str, text: bytes, scheduling: Scheduling, allowed: Collection[str] | None
+    ) -> tuple[str, RelayRequest]:
+        facts = inspect(text, endpoint, self._limits)
+        served = self._models.choose(facts.model, endpoint, allowed)
+        base = self._models.base_of(served)
+        request = RelayRequest(
+            "POST",
+            MOVED.get(endpoint, endpoint),
+            b"",
+            HEADERS,
+            text,
+            scheduling,
+            max_tokens=self._limits.max_tokens,
+            facts=facts if served == base else facts.for_adapter(served),
+            adapter="" if served == base else served,
+            key=scheduling.key,
+            source="batch",
+        )
+        return base, request
+
+    async def _ask(self, model: str, request: RelayRequest, usage: RequestUsage) -> Answer:
+        """Send a request to one Engine and return its answer.
+
+        Args:
+            model: The model.
+            request: The request.
+            usage: Filled with what the answer has taken.
+        """
+        call = self._relays[model].ask(request)
+        head: Head | None = None
+        pieces = []
+        complete = False
+        try:
+            async for piece in call:
+                head = head or piece.head
+                pieces.append(piece.body)
+                if piece.usage is not None:
+                    complete = True
+                    usage.prompt_tokens = piece.usage.prompt_tokens
+                    usage.output_tokens = piece.usage.output_tokens
+        except Exception:
+            # The answer is complete; what fails behind it changes nothing.
+            if not complete:
+                raise
+        finally:
+            call.cancel()
+        if head is None or not complete:
+            raise RequestError(503, "service_unavailable", "the engine ended its answer early")
+        text = b"".join(pieces)
+        return await look(len(text), partial(answer_of, head, text))
+
+
+def answer_of(head: Head, text: bytes) -> Answer:
+    """Return the answer with this head and body."""
+    headers = {name.lower(): value for name, value in head.headers}
+    retry_after_s = None
+    with suppress(ValueError):
+        retry_after_s = float(headers.get(b"retry-after", b""))
+    try:
+        body = from_json(text)
+    except ValueError:
+        # vLLM answers some failures with plain text.
+        error = RequestError(head.status, "internal_error", text.decode(errors="replace")[:1000])
+        body = error.body()
+    return Answer(head.status, body, retry_after_s, headers.get(b"x-should-retry") == b"false")

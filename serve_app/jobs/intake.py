@@ -1,0 +1,469 @@
+"""How rows come in: the upload of a file, and the validation of a batch's input."""
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from hashlib import blake2b
+from itertools import islice
+from typing import Any, NamedTuple
+from urllib.parse import unquote_to_bytes
+
+from pydantic_core import from_json
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.requests import ClientDisconnect, Request
+
+from serve_app.api.errors import RequestError
+from serve_app.api.protocol import JSON
+from serve_app.jobs.content import Contents, Draft, Input
+from serve_app.jobs.limits import Limits
+from serve_app.jobs.plan import SLICE_BYTES, SLICE_LINES, Line, Plan, Planner, read_lines
+from serve_app.jobs.rows import bound_of
+
+ENCODED_NAME = re.compile(rb";\s*filename\*\s*=\s*utf-8'[^']*'([^;\s]+)", re.IGNORECASE)
+
+FORM_BYTES = 1 << 16
+"""Most bytes of a form beside its file."""
+
+STALL_S = 60.0
+"""Seconds without a byte after which an upload is given up."""
+
+
+class Upload:
+    """A form that is being received.
+
+    Args:
+        content: Gives the draft for the file.
+        max_bytes: Most bytes of the file.
+
+    Attributes:
+        fields: The fields beside the file.
+        filename: Name of the file.
+        draft: Content of the file; None: none has come.
+        ended: Whether the form is complete.
+    """
+
+    def __init__(self, content: Contents, max_bytes: int) -> None:
+        self.fields: dict[str, str] = {}
+        self.filename = ""
+        self.draft: Draft | None = None
+        self.ended = False
+        self._content = content
+        self._max_bytes = max_bytes
+        self._discarded = False
+        self._header = (bytearray(), bytearray())
+        self._disposition = b""
+        self._name = ""
+        self._value: bytearray | None = None
+
+    def parser(self, boundary: bytes) -> MultipartParser:
+        """Return a parser that fills this upload."""
+        return MultipartParser(
+            boundary,
+            {
+                "on_part_begin": self._part_begins,
+                "on_header_field": self._header_field,
+                "on_header_value": self._header_value,
+                "on_header_end": self._header_ends,
+                "on_headers_finished": self._headers_end,
+                "on_part_data": self._data,
+                "on_part_end": self._part_ends,
+                "on_end": self._end,
+            },
+        )
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file so far."""
+        return self.draft.size if self.draft else 0
+
+    def check(self, received: int) -> None:
+        """Raise a RequestError if too many of the bytes received so far are not the file's."""
+        if received - self.size > FORM_BYTES:
+            message = f"The form takes more than {FORM_BYTES} bytes beside its file"
+            raise RequestError(413, "request_too_large", message)
+
+    def discard(self) -> None:
+        """Delete what was received, and what a thread still receives that is in the parser meanwhile."""
+        self._discarded = True
+        if self.draft is not None:
+            self.draft.discard()
+
+    def _part_begins(self) -> None:
+        self._disposition = b""
+        self._name = ""
+        self._value = None
+
+    def _header_field(self, data: bytes, start: int, end: int) -> None:
+        self._header[0].extend(data[start:end])
+
+    def _header_value(self, data: bytes, start: int, end: int) -> None:
+        self._header[1].extend(data[start:end])
+
+    def _header_ends(self) -> None:
+        name, value = self._header
+        if name.lower() == b"content-disposition":
+            self._disposition = bytes(value)
+        self._header = (bytearray(), bytearray())
+
+    def _headers_end(self) -> None:
+        options = parse_options_header(self._disposition)[1]
+        self._name = _text(options.get(b"name", b""))
+        if self._name != "file" and b"filename" not in options:
+            self._value = bytearray()
+            return
+        if self._name != "file" or self.draft is not None:
+            raise _bad("The form must have one file, in the field `file`", "file")
+        self.filename = _text(options.get(b"filename", b"")) or _encoded_name(self._disposition) or "file"
+        self.draft = self._content.draft()
+        if self._discarded:
+            # The thread of a call that was cancelled goes on; `discard` found no draft.
+            self.draft.discard()
+
+    def _data(self, data: bytes, start: int, end: int) -> None:
+        if self._value is not None:
+            self._value.extend(data[start:end])
+        elif self.draft is not None:
+            if self.draft.size + end - start > self._max_bytes:
+                raise _too_large(self._max_bytes)
+            self.draft.write(data[start:end])
+
+    def _part_ends(self) -> None:
+        if self._value is not None:
+            self.fields[self._name] = _text(bytes(self._value))
+
+    def _end(self) -> None:
+        self.ended = True
+
+
+class PendingUploads:
+    """Bytes of the files that are being received, by tenant. The store counts complete files only."""
+
+    def __init__(self) -> None:
+        self._bytes: Counter[str] = Counter()
+
+    @contextmanager
+    def count(self, tenant: str, max_bytes: int) -> Iterator[Callable[[int], None]]:
+        """Count an upload as long as the context lasts.
+
+        Args:
+            tenant: Its tenant.
+            max_bytes: Most bytes of all uploads of the tenant.
+
+        Yields:
+            A function that takes the bytes by which the file has grown. It raises a RequestError if they are
+            too many.
+        """
+        own = 0
+
+        def grow(size: int) -> None:
+            nonlocal own
+            own += size
+            self._bytes[tenant] += size
+            if self._bytes[tenant] > max_bytes:
+                message = f"the uploads of this tenant that are under way have more than {max_bytes} bytes"
+                raise _bad(message, "file")
+
+        try:
+            yield grow
+        finally:
+            self._bytes[tenant] -= own
+            if not self._bytes[tenant]:
+                del self._bytes[tenant]
+
+
+async def receive(
+    request: Request, content: Contents, max_bytes: int, grow: Callable[[int], None] = lambda size: None
+) -> Upload:
+    """Receive a form.
+
+    Args:
+        request: The request.
+        content: Gives the draft for the file, which the caller keeps or discards.
+        max_bytes: Most bytes of the file.
+        grow: Called with the bytes by which the file has grown. An error that it raises ends the upload.
+
+    Raises:
+        RequestError: 400, it isn't such a form, or ends early; 408, it stalls; 413, it is too large.
+    """
+    kind, options = parse_options_header(request.headers.get("content-type"))
+    boundary = options.get(b"boundary")
+    if kind != b"multipart/form-data" or not boundary:
+        raise _bad("The body must be a form (multipart/form-data) with the fields `purpose` and `file`")
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > max_bytes + FORM_BYTES:
+        raise _too_large(max_bytes)
+    upload = Upload(content, max_bytes)
+    try:
+        parser = upload.parser(boundary)
+        received = 0
+        async for piece in _pieces(request):
+            received += len(piece)
+            before = upload.size
+            await asyncio.to_thread(parser.write, piece)
+            upload.check(received)
+            grow(upload.size - before)
+        if not upload.ended:
+            raise _bad("The form ends early")
+    except FormParserError as error:
+        upload.discard()
+        raise _bad(f"The form can't be read: {error}") from None
+    except BaseException:
+        upload.discard()
+        raise
+    return upload
+
+
+async def _pieces(request: Request) -> AsyncIterator[bytes]:
+    stream = aiter(request.stream())
+    while True:
+        try:
+            async with asyncio.timeout(STALL_S):
+                piece = await anext(stream)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            message = f"The upload stalled for {STALL_S:g} s"
+            raise RequestError(408, "timeout_error", message) from None
+        except ClientDisconnect:
+            raise _bad("The body ended early") from None
+        if piece:
+            yield piece
+
+
+def _text(data: bytes) -> str:
+    # PostgreSQL stores no NUL.
+    return data.decode("utf-8", "replace").replace("\0", "\ufffd")
+
+
+def _encoded_name(disposition: bytes) -> str:
+    """Return the name that a client has encoded, as some do with all but ASCII; empty: there is none."""
+    found = ENCODED_NAME.search(disposition)
+    return _text(unquote_to_bytes(found[1])) if found else ""
+
+
+def _bad(message: str, param: str | None = None) -> RequestError:
+    return RequestError(400, "invalid_request_error", message, param=param)
+
+
+def _too_large(most: int) -> RequestError:
+    return RequestError(413, "request_too_large", f"The file is larger than the limit of {most} bytes")
+
+
+ENDPOINTS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/responses",
+    "/v1/rerank",
+    "/v1/score",
+    "/v1/classify",
+    "/generate",
+)
+"""Routes that the rows of a batch may call."""
+
+MODEL_OPTIONAL = "/generate"
+"""The endpoint at which a body may leave the model out, if one model is served."""
+
+MAX_ID = 512
+"""Most characters of a `custom_id`."""
+
+LISTED_MODELS = 20
+"""Most models that a message names."""
+
+
+class Findings(NamedTuple):
+    """The result of a validation.
+
+    Attributes:
+        total: Number of rows.
+        model: The model of all rows; None: they have several.
+        errors: OpenAI's errors; empty: the file is valid.
+        work: Bound of the work of all rows; see `tokens.bound_of`.
+        plan: The plan of the rows; None: the file isn't valid.
+    """
+
+    total: int
+    model: str | None
+    errors: list[JSON]
+    work: float = 0.0
+    plan: Plan | None = None
+
+
+class Sketch(NamedTuple):
+    """What the first rows of a file say about all of them.
+
+    Attributes:
+        work: Bound of the work of all rows; see `tokens.bound_of`.
+        model: The model of the first rows; None: they have several, or none that can be read.
+    """
+
+    work: float
+    model: str | None
+
+
+def batch_error(code: str, message: str, *, line: int | None = None, param: str | None = None) -> JSON:
+    """Return an error in the shape of OpenAI's `errors.data`."""
+    return {"code": code, "line": line, "message": message, "param": param}
+
+
+def validate(path: Input, endpoint: str, models: Collection[str], limits: Limits) -> Findings:
+    """Check all lines of an input file, and plan its rows.
+
+    Of each `custom_id`, no more than a hash is kept in memory.
+
+    Args:
+        path: The file.
+        endpoint: The route that its rows call.
+        models: The served models.
+        limits: Limits on lines and bytes.
+
+    Raises:
+        ContentLostError: The file is gone.
+    """
+    check = _Check(endpoint, models, limits)
+    for line in read_lines(path, limits.max_line_bytes):
+        check.line(line)
+        if check.full:
+            break
+    if not check.total and not check.errors:
+        check.errors.append(batch_error("empty_file", "The file has no rows"))
+    model = next(iter(check.models)) if len(check.models) == 1 else None
+    plan = None if check.errors else check.planner.finish()
+    return Findings(check.total, model, check.errors, check.work, plan)
+
+
+def sketch(path: Input, endpoint: str, size: int) -> Sketch:
+    """Return what a file seems to be, in much less time than its validation takes.
+
+    Args:
+        path: The file, of which 128 lines or a MiB are read.
+        endpoint: The endpoint of its batch.
+        size: Bytes of the whole file.
+
+    Raises:
+        ContentLostError: The file is gone.
+    """
+    work, end, models = 0.0, 1, set()
+    for line in islice(read_lines(path, SLICE_BYTES), SLICE_LINES):
+        end = line.offset + (SLICE_BYTES if line.text is None else len(line.text)) + 1
+        with suppress(ValueError, TypeError, KeyError, AttributeError):
+            body = from_json(line.text or b"")["body"]
+            work += bound_of(endpoint, body, len(line.text or b""))
+            models.add(body.get("model"))
+        if end >= SLICE_BYTES:
+            break
+    model = models.pop() if len(models) == 1 else None
+    return Sketch(work * size / end, model if isinstance(model, str) else None)
+
+
+class _Check:
+    """The lines so far."""
+
+    def __init__(self, endpoint: str, models: Collection[str], limits: Limits) -> None:
+        self.total = 0
+        self.errors: list[JSON] = []
+        self.models: set[str] = set()
+        self.work = 0.0
+        self.planner = Planner()
+        self._endpoint = endpoint
+        self._served = models
+        self._limits = limits
+        self._first_lines: dict[bytes, int] = {}
+
+    @property
+    def full(self) -> bool:
+        """True when no more lines need to be looked at."""
+        return len(self.errors) >= self._limits.max_errors or self.total > self._limits.max_lines
+
+    def line(self, line: Line) -> None:
+        """Look at a line, unless enough is known."""
+        if self.full:
+            return
+        self.total += 1
+        if self.total > self._limits.max_lines:
+            most = self._limits.max_lines
+            self._add(line, "too_many_rows", f"The file has more than {most} rows, which is the limit")
+        elif line.text is None:
+            most = self._limits.max_line_bytes
+            self._add(line, "line_too_long", f"This line is longer than {most} bytes, which is the limit")
+        else:
+            try:
+                row = from_json(line.text, allow_inf_nan=False)
+            except ValueError as error:
+                self._add(line, "invalid_json_line", f"This line is not valid JSON: {error}")
+                return
+            if isinstance(row, dict):
+                self._row(line, row)
+            else:
+                self._add(line, "invalid_json_line", "This line is not a JSON object")
+
+    def _row(self, line: Line, row: JSON) -> None:
+        self._custom_id(line, row)
+        if self._required(line, row, "method") and row["method"] != "POST":
+            self._add(line, "invalid_method", "method must be POST", "method")
+        if self._required(line, row, "url") and row["url"] != self._endpoint:
+            message = f"url must be the endpoint of the batch, {self._endpoint}"
+            self._add(line, "mismatched_url", message, "url")
+        if not self._required(line, row, "body"):
+            return
+        body = row["body"]
+        if not isinstance(body, dict):
+            self._add(line, "invalid_type", "body must be a JSON object", "body")
+            return
+        self.work += bound_of(self._endpoint, body, len(line.text or b""))
+        if not self.errors:
+            self.planner.add(line, body)
+        self._model(line, body)
+        if body.get("stream"):
+            message = "stream must be false: the rows of a batch are not streamed"
+            self._add(line, "invalid_value", message, "body.stream")
+
+    def _custom_id(self, line: Line, row: JSON) -> None:
+        if not self._required(line, row, "custom_id"):
+            return
+        custom_id = row["custom_id"]
+        if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_ID:
+            message = f"custom_id must be a string of 1 to {MAX_ID} characters"
+            self._add(line, "invalid_type", message, "custom_id")
+            return
+        # A hash, so that long ids take no more memory than short ones.
+        digest = blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        first = self._first_lines.setdefault(digest, line.number)
+        if first != line.number:
+            message = f"custom_id must be unique; line {first} has the same one"
+            self._add(line, "duplicate_custom_id", message, "custom_id")
+
+    def _model(self, line: Line, body: JSON) -> None:
+        model = body.get("model")
+        if model is None and self._endpoint == MODEL_OPTIONAL and len(self._served) == 1:
+            return
+        if not isinstance(model, str):
+            self._required(line, body, "model", "body.model", str)
+            return
+        if model in self._served:
+            self.models.add(model)
+            return
+        served = sorted(self._served)
+        known = ", ".join(served[:LISTED_MODELS]) + (", ..." if len(served) > LISTED_MODELS else "")
+        shown = model if len(model) <= MAX_ID else f"{model[:MAX_ID]}..."
+        message = f"The model {shown!r} is not served here; served are: {known or 'none'}"
+        self._add(line, "model_not_found", message, "body.model")
+
+    def _required(
+        self, line: Line, fields: JSON, name: str, param: str | None = None, kind: type[Any] | None = None
+    ) -> bool:
+        param = param or name
+        if fields.get(name) is None:
+            self._add(line, "missing_required_parameter", f"{param}: required, but missing", param)
+            return False
+        if kind is not None and not isinstance(fields[name], kind):
+            self._add(line, "invalid_type", f"{param} must be a string", param)
+            return False
+        return True
+
+    def _add(self, line: Line, code: str, message: str, param: str | None = None) -> None:
+        if len(self.errors) < self._limits.max_errors:
+            self.errors.append(batch_error(code, message, line=line.number, param=param))

@@ -1,0 +1,87 @@
+"""The rights of an API key's batches, and the end of batches whose key has ended."""
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from serve_app.api.errors import RequestError
+from serve_app.api.protocol import JSON
+from serve_app.auth.key_store import KeyStore
+from serve_app.auth.keys import Key
+from serve_app.jobs.limits import Limits
+
+UNKNOWN_S = 2.0
+"""Seconds after which a client tries again with a key that this process hasn't read yet."""
+
+
+class KeyRules:
+    """Rules for the batches of API keys.
+
+    A batch keeps the rights that its key had when it created the batch, and ends when the key does.
+
+    Args:
+        models: Ids of the served models.
+        limits: Limits that hold where a key has none of its own.
+        keys: The API keys; None: the service has none.
+
+    Attributes:
+        common: Those limits.
+    """
+
+    def __init__(
+        self, models: Collection[str], limits: Limits | None = None, keys: KeyStore | None = None
+    ) -> None:
+        self.common = limits or Limits()
+        self._served = models
+        self._keys = keys
+
+    def rights(self, key: str) -> JSON:
+        """Return the rights of a batch that a key creates now, to be stored with the batch.
+
+        Args:
+            key: Name of the key; empty: the batch has none.
+
+        Raises:
+            RequestError: The key is not known here.
+        """
+        found = self._find(key)
+        return {"models": found and found.models, "max_lines": self.limits(key).max_lines}
+
+    def models(self, rights: JSON) -> Collection[str]:
+        """Return the served models that the rows of a batch with these rights may name."""
+        allowed = rights["models"]
+        return self._served if allowed is None else set(self._served) & set(allowed)
+
+    def limits(self, key: str) -> Limits:
+        """Return the limits on the files and batches that a key creates.
+
+        Args:
+            key: Name of the key; empty: those of the config.
+
+        Raises:
+            RequestError: The key is not known here.
+        """
+        found = self._find(key)
+        if found is None or found.batches is None:
+            return self.common
+        return replace(self.common, **found.batches.model_dump(exclude_none=True))
+
+    def ended(self, key: str) -> str | None:
+        """Return what ends the batches of a key: "removed", "disabled" or "expired"; None: they go on.
+
+        Args:
+            key: Name of the key; empty: the batches have none.
+        """
+        if self._keys is None or not key:
+            return None
+        state = self._keys.state(key)
+        return None if state == "valid" else state or "removed"
+
+    def _find(self, key: str) -> Key | None:
+        if self._keys is None or not key:
+            return None
+        found = self._keys.named(key)
+        if found is None:
+            # The Ingress has read another version of the keys: less would be asked of a key without rules.
+            message = f"The API key {key!r} is not known to the batches yet; try again in a few seconds."
+            raise RequestError(503, "service_unavailable", message, retry_after_s=UNKNOWN_S)
+        return found

@@ -1,0 +1,233 @@
+"""Files and batches: their states, how they are stored, and their JSON in OpenAI's API."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Generic, Literal, NamedTuple, TypeVar, get_args
+
+from serve_app.api.protocol import JSON
+
+State = Literal[
+    "validating",
+    "failed",
+    "in_progress",
+    "finalizing",
+    "completed",
+    "expired",
+    "cancelling",
+    "cancelled",
+]
+
+TRANSITIONS: dict[State, frozenset[State]] = {
+    "validating": frozenset({"in_progress", "cancelling", "failed"}),
+    "in_progress": frozenset({"finalizing", "cancelling", "failed"}),
+    "finalizing": frozenset({"completed", "expired", "failed"}),
+    "cancelling": frozenset({"cancelled", "failed"}),
+    "completed": frozenset(),
+    "expired": frozenset(),
+    "cancelled": frozenset(),
+    "failed": frozenset(),
+}
+"""The states that may follow each state. A batch can fail late only if its content is lost."""
+
+STATES: tuple[State, ...] = get_args(State)
+
+ENDED = frozenset(state for state in STATES if not TRANSITIONS[state])
+"""States in which nothing happens any more."""
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class File:
+    """A stored file. Times are in seconds since the epoch."""
+
+    id: str
+    tenant: str
+    filename: str
+    purpose: str
+    bytes: int
+    created_at: int
+    expires_at: int | None
+    status: str = "processed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """A batch.
+
+    Attributes:
+        weight: The tenant's share in relation to the others; None: none is stated.
+        output_file: Id of the output; there is a file of this id once the batch has ended, if it has rows.
+        error_file: The same for the rows that failed.
+        retention_s: Seconds after which the output and the error file are deleted.
+        model: The model of all rows; until they are validated, of the first ones; None: they have several.
+        errors: Errors of the batch as a whole.
+        total: Number of rows; 0 until they are validated.
+        completed: Rows in the output.
+        failed: Rows in the error file.
+        unrun: Those of the failed rows that have no answer: the batch expired or was cancelled before.
+        input_tokens: Tokens that the answers report, as the three below; see `Tokens`.
+        output_bytes: Valid length of the output; what the file has beyond it was written by a process that
+            ended before its commit.
+        error_bytes: The same of the error file.
+        created_at: Times, in seconds since the epoch.
+        expires_at: The deadline: no row is started after it.
+        api_key: Name of the API key that created it; empty: there was none.
+        rights: What that key allowed when it created the batch, see `KeyRules.rights`; empty: an earlier
+            version stored none.
+        work: Bound of the work of all rows, see `tokens.bound_of`; until they are validated, an estimate.
+        promised: Whether the forecast said at its creation that it ends within its window.
+    """
+
+    id: str
+    tenant: str
+    endpoint: str
+    input_file: str
+    output_file: str
+    error_file: str
+    completion_window: str
+    metadata: JSON
+    retention_s: int
+    created_at: int
+    expires_at: int
+    state: State = "validating"
+    model: str | None = None
+    errors: tuple[JSON, ...] = ()
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    unrun: int = 0
+    output_bytes: int = 0
+    error_bytes: int = 0
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    weight: float | None = None
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
+    api_key: str = ""
+    rights: JSON = field(default_factory=dict)
+    work: float = 0.0
+    promised: bool = False
+
+
+class Counts(NamedTuple):
+    """The addition of a group of finished rows to its batch, by column."""
+
+    completed: int
+    failed: int
+    unrun: int
+    output_bytes: int
+    error_bytes: int
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+class Summary(NamedTuple):
+    """Totals of the open batches and of the stored files.
+
+    Attributes:
+        batches: Open batches by state.
+        rows: Their rows without a result.
+        oldest: When the oldest of them was created; None: there is none.
+        files: Stored files.
+        bytes: Their bytes.
+    """
+
+    batches: dict[str, int]
+    rows: int
+    oldest: int | None
+    files: int
+    bytes: int
+
+
+class Page(NamedTuple, Generic[T]):
+    """A part of a list, and whether more follows."""
+
+    items: list[T]
+    has_more: bool
+
+
+ItemT = TypeVar("ItemT", File, Batch)
+
+TIMES = (
+    "created_at",
+    "in_progress_at",
+    "expires_at",
+    "finalizing_at",
+    "completed_at",
+    "failed_at",
+    "expired_at",
+    "cancelling_at",
+    "cancelled_at",
+)
+
+
+def file_object(file: File) -> JSON:
+    """Return a file as JSON."""
+    return {
+        "id": file.id,
+        "object": "file",
+        "bytes": file.bytes,
+        "created_at": file.created_at,
+        "expires_at": file.expires_at,
+        "filename": file.filename,
+        "purpose": file.purpose,
+        "status": file.status,
+        "status_details": None,
+    }
+
+
+def batch_object(batch: Batch, warning: str | None = None) -> JSON:
+    """Return a batch as JSON. The ids of its result files are there once it has ended.
+
+    Args:
+        batch: The batch.
+        warning: A message for `warnings`, a field that OpenAI's API doesn't have.
+    """
+    ended = batch.state in ENDED
+    errors = {"object": "list", "data": list(batch.errors)} if batch.errors else None
+    return {
+        "id": batch.id,
+        "object": "batch",
+        "endpoint": batch.endpoint,
+        "model": batch.model,
+        "errors": errors,
+        "input_file_id": batch.input_file,
+        "completion_window": batch.completion_window,
+        "status": batch.state,
+        "output_file_id": batch.output_file if ended and batch.output_bytes else None,
+        "error_file_id": batch.error_file if ended and batch.error_bytes else None,
+        **{name: getattr(batch, name) for name in TIMES},
+        "request_counts": {"total": batch.total, "completed": batch.completed, "failed": batch.failed},
+        "usage": {
+            "input_tokens": batch.input_tokens,
+            "input_tokens_details": {"cached_tokens": batch.cached_tokens},
+            "output_tokens": batch.output_tokens,
+            "output_tokens_details": {"reasoning_tokens": batch.reasoning_tokens},
+            "total_tokens": batch.input_tokens + batch.output_tokens,
+        },
+        "metadata": batch.metadata or None,
+        **({"warnings": [warning]} if warning and not ended else {}),
+    }
+
+
+def list_object(page: Page[ItemT], as_json: Callable[[ItemT], JSON]) -> JSON:
+    """Return a page as JSON."""
+    ids = [item.id for item in page.items]
+    return {
+        "object": "list",
+        "data": [as_json(item) for item in page.items],
+        "first_id": ids[0] if ids else None,
+        "last_id": ids[-1] if ids else None,
+        "has_more": page.has_more,
+    }

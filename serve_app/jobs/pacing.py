@@ -1,0 +1,299 @@
+"""How many rows are sent: limits that adapt to the load of the engines, waits, and rates."""
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from serve_app.api.protocol import JSON
+
+
+class EngineLoad(NamedTuple):
+    """Records in the batchers of engines.
+
+    Attributes:
+        running: Records that run.
+        waiting: Records that wait.
+        free: Records beyond these that would run at once; None: it isn't known.
+    """
+
+    running: int
+    waiting: int
+    free: int | None = None
+
+
+def engine_load(replicas: Iterable[JSON]) -> EngineLoad:
+    """Return the load of replicas together.
+
+    Args:
+        replicas: Their entries in `/stats`.
+    """
+    batchers = [replica["batcher"] for replica in replicas]
+    free = [_free(batcher) for batcher in batchers]
+    known = [number for number in free if number is not None]
+    return EngineLoad(
+        sum(batcher.get("running", 0) for batcher in batchers),
+        sum(batcher.get("queue_depth", 0) for batcher in batchers),
+        sum(known) if len(known) == len(free) else None,
+    )
+
+
+def _free(batcher: JSON) -> int | None:
+    """Return the records that one replica would start at once, if they are like those that run there."""
+    places = batcher.get("max_running")
+    if places is None:
+        return None
+    running: int = batcher["running"]
+    free: int = places - running
+    if tokens := batcher["running_cost"]:
+        # Records reserve tokens too: as many as those that run have on average.
+        free = min(free, (batcher["capacity"] - tokens) * running // tokens)
+    waiting: int = batcher["queue_depth"]
+    return max(0, free - waiting)
+
+
+Clock = Callable[[], float]
+
+RETRYABLE = {408, 425, 429, 500, 502, 503, 504}
+"""Statuses after which another try may succeed."""
+
+GROWING_S, STEADY_S = 0.25, 1.0
+"""Seconds between two looks at the load of the engines, while a limit grows and otherwise."""
+
+CAREFUL_S = 30.0
+"""Seconds after a refusal in which free places say nothing."""
+
+GROWTH = 4
+"""Times by which a limit grows at once, at most."""
+
+BINDING = 0.75
+"""Share of a limit that is in use if the limit is what holds calls back; some have just ended."""
+
+
+@dataclass(slots=True, frozen=True)
+class Backoff:
+    """Exponential backoff with jitter, so that callers don't retry in step.
+
+    Attributes:
+        first_s: Longest wait before the first retry, in seconds.
+        most_s: Longest wait of all, in seconds.
+    """
+
+    first_s: float = 0.5
+    most_s: float = 60.0
+    _random: random.Random = field(default_factory=random.Random, repr=False, compare=False)
+
+    def wait_s(self, failures: int, retry_after_s: float | None = None) -> float:
+        """Return the seconds to wait before the next try.
+
+        Args:
+            failures: Number of failed tries, at least 1.
+            retry_after_s: Seconds from the service's `Retry-After`; the wait is never shorter.
+        """
+        # The exponent is bounded because a large power would overflow.
+        ceiling = min(self.most_s, self.first_s * 2.0 ** min(failures - 1, 60))
+        wait = ceiling * self._random.uniform(0.5, 1.0)
+        if retry_after_s is None:
+            return wait
+        # Jitter, since all callers with the same Retry-After would return at once.
+        return max(wait, retry_after_s * self._random.uniform(1.0, 1.25))
+
+
+class Fixed:
+    """A constant limit on concurrent calls.
+
+    Args:
+        limit: Most calls at once.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.interval_s = STEADY_S
+
+    def answered(self) -> None:
+        """Note a call that was answered."""
+
+    def refused(self, retry_after_s: float | None) -> None:
+        """Note a call that was answered 429."""
+
+    def observe(self, load: EngineLoad | None, calls: int) -> None:
+        """Note the load of the engines, and the calls that they have."""
+
+
+class Auto:
+    """A limit on concurrent calls that adapts, so that the batchers stay busy with a short queue.
+
+    The aim is about as many waiting records as running ones, so that a record is at hand whenever one ends.
+    With fewer waiting the limit grows by a quarter; if the engines have more free places than that, by as
+    many calls as fill these, but at most fourfold, so that each step is seen before the next. What fills a
+    free place runs at once: it stands in no queue, and gives way to live traffic.
+    With more than three times as many waiting the limit shrinks by one. A 429 halves it, at most once within
+    the service's `Retry-After`, and growth is by a quarter for a while: there is a bound that isn't known.
+
+    Args:
+        first: Limit at the start, if `most` is no lower.
+        most: Highest limit.
+        records: Records of a call.
+        clock: Monotonic clock, in seconds.
+
+    Attributes:
+        limit: Most calls at once.
+        interval_s: Seconds until the next look at the engines is of use.
+    """
+
+    def __init__(
+        self, first: int = 4, most: int = 256, *, records: int = 1, clock: Clock = time.monotonic
+    ) -> None:
+        self.limit = min(first, most)
+        self.interval_s = GROWING_S
+        self._most = most
+        self._records = records
+        self._clock = clock
+        self._answered = False
+        self._quiet_until = self._careful_until = float("-inf")
+
+    def answered(self) -> None:
+        """Note a call that was answered."""
+        self._answered = True
+
+    def refused(self, retry_after_s: float | None) -> None:
+        """Note a call that was answered 429."""
+        now = self._clock()
+        if now >= self._quiet_until:
+            self.limit = max(1, self.limit // 2)
+            self._quiet_until = now + max(1.0, retry_after_s or 0.0)
+            self._careful_until = self._quiet_until + CAREFUL_S
+
+    def observe(self, load: EngineLoad | None, calls: int) -> None:
+        """Note the load of the engines.
+
+        Args:
+            load: The load; None: it isn't known, so that refusals alone tell what the engines take.
+            calls: Calls that they have from here.
+        """
+        self.interval_s = STEADY_S
+        running, waiting, free = load or (calls * self._records, 0, None)
+        now = self._clock()
+        if now < self._quiet_until:
+            return
+        fills = now >= self._careful_until and (running > 0 or self._answered)
+        if waiting > 3 * max(running, 1):
+            self.limit = max(1, self.limit - 1)
+        elif waiting < max(running, 1) and calls >= BINDING * self.limit:
+            before = self.limit
+            self.limit = min(self._most, before + self._step(free or 0 if fills else 0))
+            if load is not None and fills and self.limit > before:
+                self.interval_s = GROWING_S
+
+    def _step(self, free: int) -> int:
+        """Return by how much the limit grows, with so many free places."""
+        # Before the first answer nothing is known about the capacity, but for free places beside what runs.
+        step = max(1, self.limit // 4) if self._answered else 0
+        return max(step, min((GROWTH - 1) * self.limit, -(-free // self._records)))
+
+
+Concurrency = Fixed | Auto
+"""A limit on concurrent calls."""
+
+
+WINDOW_S = 60.0
+"""Seconds over which the rate is measured."""
+
+LEAST_S = 1.0
+"""Seconds after which a first rate is known."""
+
+LONGEST_S = 120.0
+"""Seconds between two looks beyond which nothing is measured: the machine slept, or its clock was set."""
+
+
+class Rate:
+    """Rows per second, over the last minute in which there were any.
+
+    Args:
+        clock: Monotonic clock, in seconds.
+
+    Attributes:
+        total: Rows so far.
+    """
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self.total = 0
+        self._clock = clock
+        self._marks: deque[tuple[float, int]] = deque()
+        self._last = 0.0
+
+    def add(self, rows: int) -> None:
+        """Count rows."""
+        now = self._clock()
+        self._drop(now)
+        self.total += rows
+        if not self._marks or now - self._marks[-1][0] >= LEAST_S:
+            self._marks.append((now, self.total))
+        self._measure(now)
+
+    @property
+    def per_s(self) -> float:
+        """The rate; 0: it is not known yet."""
+        now = self._clock()
+        self._drop(now)
+        self._measure(now)
+        return self._last
+
+    def _drop(self, now: float) -> None:
+        while self._marks and now - self._marks[0][0] > WINDOW_S:
+            self._marks.popleft()
+
+    def _measure(self, now: float) -> None:
+        if not self._marks:
+            return
+        since, before = self._marks[0]
+        if now - since >= LEAST_S and self.total > before:
+            self._last = (self.total - before) / (now - since)
+
+
+class Meter:
+    """Measures the work that engines do for batches while rows wait.
+
+    Without rows that wait, the rate says how little there was to do. When rows begin to wait, the first of
+    them haven't ended yet: measurement begins once as many have ended as were in flight.
+
+    Args:
+        clock: Clock, in seconds.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._last = clock()
+        self._rows = 0
+        self._work = 0.0
+        self._settling: int | None = None
+
+    def add(self, rows: int, work: float) -> None:
+        """Count rows that have ended."""
+        self._rows += rows
+        self._work += work
+
+    def look(self, waiting: bool, in_flight: int) -> tuple[float, float]:
+        """Return the work that was measured since the last look, and its seconds; 0, 0: none was.
+
+        Args:
+            waiting: Whether rows wait because the engines are full.
+            in_flight: Rows in flight.
+        """
+        now = self._clock()
+        since_s = now - self._last
+        measured = 0.0, 0.0
+        if not waiting:
+            self._settling = None
+        elif self._settling is None:
+            self._settling = in_flight
+        elif self._settling > 0:
+            self._settling -= self._rows
+        elif since_s == 0:
+            return measured
+        elif 0 < since_s <= LONGEST_S:
+            measured = self._work, since_s
+        self._rows, self._work, self._last = 0, 0.0, now
+        return measured

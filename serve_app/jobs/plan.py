@@ -1,0 +1,440 @@
+"""The plan of a batch: where its rows are in the input, and the order in which they are sent.
+
+A validation parses each row once and makes the plan, which is kept beside the input until the batch ends.
+Rows are read by their places when they are sent. A plan that is missing is made again from the input. A
+result belongs to a line, whatever the plan says, so two processes may send the rows of a batch in two orders.
+
+Rows that share a prefix are sent together, so that an engine computes the prefix once, although all prefixes
+of a batch don't fit into its KV cache. What a prefix is, and how long it must be, is the same as where
+replicas are chosen by prefix (`serve_app/ingress/replica_choice.py`). Some groups of rows are open at once:
+a group runs on one replica, mostly, and all replicas are to be busy.
+"""
+
+import sys
+from array import array
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from struct import Struct
+from typing import IO, NamedTuple
+from zlib import crc32
+
+import msgspec
+from pydantic_core import from_json
+
+from serve_app.api.facts import ENDS, prefix_of
+from serve_app.api.protocol import JSON
+from serve_app.ingress.body import BOM
+from serve_app.jobs.content import Contents, Input
+from serve_app.jobs.errors import ContentLostError
+from serve_app.jobs.models import Batch
+from serve_app.jobs.rows import Row
+from serve_app.jobs.store import Store
+
+SLICE_LINES = 128
+SLICE_BYTES = 1 << 20
+
+
+class Line(NamedTuple):
+    """A line that isn't blank.
+
+    Attributes:
+        number: Its number in the file, from 1.
+        text: Its text, without the space around it; None: it is longer than allowed.
+        offset: The place of the text in the file, in bytes.
+    """
+
+    number: int
+    text: bytes | None
+    offset: int
+
+
+def read_lines(path: Input, max_line_bytes: int) -> Iterator[Line]:
+    """Yield the lines of a file that aren't blank. The file is opened once, and read once.
+
+    Args:
+        path: The file.
+        max_line_bytes: Bytes beyond which a line isn't kept.
+
+    Raises:
+        ContentLostError: The file is gone.
+    """
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        raise ContentLostError(f"the content of {path.name} is gone") from None
+    with file:
+        number = offset = 0
+        while True:
+            text, whole = _read_line(file, max_line_bytes)
+            if not text:
+                return
+            number += 1
+            size = len(text)
+            if number == 1:
+                text = text.removeprefix(BOM)
+            text = text.lstrip()
+            start = offset + size - len(text)
+            if (text := text.rstrip()) or not whole:
+                yield Line(number, text if whole else None, start)
+            offset = file.tell()
+
+
+def _read_line(file: IO[bytes], most: int) -> tuple[bytes, bool]:
+    """Return a line, empty at the end of the file, and whether it is a whole one."""
+    text = file.readline(most + 1)
+    if len(text) <= most or text.endswith(b"\n"):
+        return text, True
+    while (rest := file.readline(most + 1)) and not rest.endswith(b"\n"):
+        pass
+    return text, False
+
+
+SHARED = 0.25
+"""Least part of the bytes of rows that their prefix must be."""
+
+TOGETHER = 4
+"""Rows in flight for each group that is open: its prefix stays in use, and isn't evicted."""
+
+GAP_BYTES = 4096
+"""Bytes between two rows that are read with them, in place of a read of its own for each."""
+
+ASKED_LINES = 10_000
+"""Rows of which the store is asked at once whether they have a result."""
+
+FORMAT = "plan-1"
+
+LONGEST = sys.maxsize - 1
+
+
+class Entry(NamedTuple):
+    """A row in the plan.
+
+    Attributes:
+        offset: Place of its text in the input, in bytes.
+        size: Bytes of its text.
+        line: Number of its line.
+        model: Number of its model in `Plan.models`.
+        prefix: Hash of the longest prefix that it shares with other rows; 0: none.
+        turn: Its place in the order of groups, from 0.
+        check: CRC-32 of its text.
+    """
+
+    offset: int
+    size: int
+    line: int
+    model: int
+    prefix: int
+    turn: int
+    check: int
+
+
+_ENTRY = Struct("<QIIIIII")
+
+
+class _Head(msgspec.Struct):
+    """The beginning of a stored plan, a line of its own."""
+
+    format: str
+    rows: int
+    models: list[str]
+    check: int
+
+
+_HEAD = msgspec.json.Decoder(_Head)
+
+
+class Plan:
+    """The rows of a batch. An entry takes 32 bytes.
+
+    Args:
+        entries: The entries, in the order of the input.
+        models: The models that rows name; empty: a row names none.
+    """
+
+    def __init__(self, entries: bytes | bytearray, models: Sequence[str]) -> None:
+        self.models = tuple(models)
+        self._entries = entries
+
+    def __len__(self) -> int:
+        return len(self._entries) // _ENTRY.size
+
+    def __getitem__(self, number: int) -> Entry:
+        """Return the entry of a row, by its number in the input, from 0; blank lines don't count."""
+        return Entry._make(_ENTRY.unpack_from(self._entries, _ENTRY.size * number))
+
+    def __iter__(self) -> Iterator[Entry]:
+        return map(Entry._make, _ENTRY.iter_unpack(self._entries))
+
+    def to_bytes(self) -> bytes:
+        """Return the plan as it is stored."""
+        head = _Head(FORMAT, len(self), list(self.models), crc32(self._entries))
+        return msgspec.json.encode(head) + b"\n" + self._entries
+
+    @classmethod
+    def of_entries(cls, entries: Iterable[Entry], models: Sequence[str]) -> "Plan":
+        """Return the plan of these rows, which are in the order of the input."""
+        return cls(b"".join(_ENTRY.pack(*entry) for entry in entries), models)
+
+    @classmethod
+    def of_bytes(cls, text: bytes) -> "Plan | None":
+        """Return a stored plan; None: it is damaged, or of another version."""
+        head_text, _, entries = text.partition(b"\n")
+        try:
+            head = _HEAD.decode(head_text)
+        except msgspec.MsgspecError:
+            return None
+        whole = len(entries) == _ENTRY.size * head.rows and crc32(entries) == head.check
+        return cls(entries, head.models) if whole and head.format == FORMAT else None
+
+    def keep(self, content: Contents, batch: str) -> None:
+        """Store the plan of a batch, durably.
+
+        Raises:
+            OSError: The disk is full, or fails.
+        """
+        draft = content.draft()
+        try:
+            draft.write(self.to_bytes())
+            content.keep(draft, plan_id(batch))
+        finally:
+            draft.discard()
+
+
+def plan_id(batch: str) -> str:
+    """Return the id of the content that has the plan of a batch. No file has it."""
+    return f"plan-{batch}"
+
+
+class _Group(NamedTuple):
+    """Rows that are sent together.
+
+    Attributes:
+        prefix: The hash of their prefix; 0: a row that shares none.
+        rows: Their numbers.
+    """
+
+    prefix: int
+    rows: list[int]
+
+
+class Planner:
+    """Makes a plan of rows that come one after the other, in the order of the input.
+
+    In memory, a row takes its entry, and 4 bytes for each half kilobyte of its prompt.
+    """
+
+    def __init__(self) -> None:
+        self._entries = bytearray()
+        self._sizes = array("I")
+        self._models: dict[str, int] = {}
+        self._model_of = array("I")
+        self._chains: list[bytes] = []
+
+    def add(self, line: Line, body: JSON) -> None:
+        """Add a row.
+
+        Args:
+            line: Its line, which isn't longer than allowed.
+            body: Its body, which may be wrong.
+        """
+        text = line.text or b""
+        model = body.get("model")
+        number = self._models.setdefault(model if isinstance(model, str) else "", len(self._models))
+        self._entries += _ENTRY.pack(line.offset, len(text), line.number, number, 0, 0, crc32(text))
+        self._sizes.append(len(text))
+        self._model_of.append(number)
+        self._chains.append(array("I", prefix_of(body)).tobytes())
+
+    def finish(self) -> Plan:
+        """Return the plan."""
+        by_model: dict[int, list[int]] = {}
+        for row, model in enumerate(self._model_of):
+            by_model.setdefault(model, []).append(row)
+        # Models share no KV cache.
+        bundles = list(chain.from_iterable(self._bundles(rows, 0) for rows in by_model.values()))
+        bundles.sort(key=lambda bundle: min(min(group.rows) for group in bundle))
+        prefixes, turns = array("I", self._model_of), array("I", self._model_of)
+        turn = 0
+        for group in chain.from_iterable(bundles):
+            for row in group.rows:
+                prefixes[row], turns[row] = group.prefix, turn
+                turn += 1
+        entries = map(_placed, Plan(self._entries, ()), prefixes, turns)
+        return Plan.of_entries(entries, list(self._models))
+
+    def _bundles(self, rows: list[int], depth: int) -> list[list[_Group]]:
+        """Return rows in groups, and the groups in bundles that share a shorter prefix.
+
+        Args:
+            rows: Rows of one model that share their first hashes, in the order of the input.
+            depth: How many hashes.
+        """
+        while True:
+            branches: dict[bytes, list[int]] = {}
+            for row in rows:
+                branches.setdefault(self._chains[row][4 * depth : 4 * depth + 4], []).append(row)
+            if len(branches) > 1 or b"" in branches:
+                break
+            depth += 1
+        bundles = []
+        rest = branches.pop(b"", [])
+        for branch in branches.values():
+            if len(branch) > 1:
+                bundles += self._bundles(branch, depth + 1)
+            else:
+                rest += branch
+        if not depth or ENDS[depth - 1] * len(rows) < SHARED * sum(self._sizes[row] for row in rows):
+            return bundles + [[_Group(0, [row])] for row in rest]
+        if rest:
+            prefix = int.from_bytes(self._chains[rest[0]][4 * depth - 4 : 4 * depth], sys.byteorder)
+            bundles.append([_Group(prefix or 1, sorted(rest))])
+        return [[*chain.from_iterable(bundles)]]
+
+
+def _placed(entry: Entry, prefix: int, turn: int) -> Entry:
+    return entry._replace(prefix=prefix, turn=turn)
+
+
+def plan_of(content: Contents, batch: Batch) -> Plan:
+    """Return the stored plan of a batch; one that is missing or damaged is made again, and stored.
+
+    Raises:
+        ContentLostError: The input is gone.
+        OSError: The disk is full, or fails.
+    """
+    id = plan_id(batch.id)
+    if (size := content.size(id)) is not None:
+        try:
+            if plan := Plan.of_bytes(b"".join(content.pieces(id, size))):
+                return plan
+        except ContentLostError:
+            pass
+    planner = Planner()
+    for line in read_lines(content.path(batch.input_file), LONGEST):
+        try:
+            planner.add(line, from_json(line.text or b"")["body"])
+        except (ValueError, TypeError, KeyError, AttributeError):
+            # It was valid when it was validated.
+            raise ContentLostError(f"the content of {batch.input_file} is not what it was") from None
+    plan = planner.finish()
+    plan.keep(content, batch.id)
+    return plan
+
+
+class Unsent:
+    """The rows of a batch without a result, as they were when this was made; taken in slices.
+
+    Args:
+        plan: The plan of the batch.
+        file: The input.
+        rows: Numbers of the rows; those of a group stand beside each other.
+    """
+
+    def __init__(self, plan: Plan, file: str, rows: "array[int]") -> None:
+        self._plan = plan
+        self._file = file
+        self._rows = rows
+        self._left = len(rows)
+        self._next = 0
+        self._open: deque[range] = deque()
+
+    def __len__(self) -> int:
+        return self._left
+
+    def take(self, content: Contents, groups: int = 1, most: int = SLICE_LINES) -> list[Row]:
+        """Return the next rows, in turn from each group that is open; about a MiB at most.
+
+        A row that the input doesn't have any more is left out: the batch ends without its result, and fails.
+
+        Args:
+            content: The contents.
+            groups: Groups that may be open at once.
+            most: Most rows.
+
+        Raises:
+            ContentLostError: The input is gone. No row was taken.
+            OSError: The disk fails. No row was taken.
+        """
+        before = self._next, self._open.copy()
+        entries: list[Entry] = []
+        size = 0
+        while len(entries) < most and size < SLICE_BYTES:
+            while len(self._open) < groups and self._next < len(self._rows):
+                self._open.append(self._group())
+            if not self._open:
+                break
+            group = self._open.popleft()
+            entries.append(entry := self._plan[self._rows[group[0]]])
+            size += entry.size
+            if group := group[1:]:
+                self._open.append(group)
+        try:
+            texts = _read(content, self._file, entries)
+        except BaseException:
+            self._next, self._open = before
+            raise
+        self._left -= len(entries)
+        return [
+            Row(entry.line, texts[entry.offset], self._plan.models[entry.model] or None)
+            for entry in entries
+            if crc32(texts[entry.offset]) == entry.check
+        ]
+
+    def _group(self) -> range:
+        """Return the places of the rows of the next group in `rows`."""
+        start = self._next
+        prefix = self._plan[self._rows[start]].prefix
+        self._next += 1
+        while prefix and self._next < len(self._rows) and self._plan[self._rows[self._next]].prefix == prefix:
+            self._next += 1
+        return range(start, self._next)
+
+
+def unsent(store: Store, content: Contents, batch: Batch, *, by_line: bool = False) -> Unsent:
+    """Return the rows of a batch that have no result, in the order of its plan.
+
+    Args:
+        store: The state.
+        content: The contents.
+        batch: The batch.
+        by_line: The order of the input instead.
+
+    Raises:
+        ContentLostError: The input is gone.
+        OSError: The disk is full, or fails.
+        DatabaseError: The same for the database.
+    """
+    plan = plan_of(content, batch)
+    left = bytearray(len(plan))
+    turns = array("I", bytes(4 * len(plan)))
+    for start in range(0, len(plan), ASKED_LINES):
+        numbers = range(start, min(len(plan), start + ASKED_LINES))
+        finished = store.finished(batch.id, plan[numbers[0]].line, plan[numbers[-1]].line)
+        for number in numbers:
+            entry = plan[number]
+            left[number] = entry.line not in finished
+            turns[entry.turn] = number
+    rows: Iterable[int] = range(len(plan)) if by_line else turns
+    return Unsent(plan, batch.input_file, array("I", (number for number in rows if left[number])))
+
+
+def _read(content: Contents, file: str, entries: Sequence[Entry]) -> dict[int, bytes]:
+    """Return the texts of rows, by their offsets. Those beside each other are read as one."""
+    spans: list[tuple[int, int]] = []
+    for entry in sorted(entries):
+        if spans and entry.offset - sum(spans[-1]) <= GAP_BYTES:
+            start = spans[-1][0]
+            spans[-1] = start, entry.offset + entry.size - start
+        else:
+            spans.append((entry.offset, entry.size))
+    pieces = iter(zip(spans, content.spans(file, spans), strict=True))
+    found: dict[int, bytes] = {}
+    start = end = 0
+    piece = b""
+    for entry in sorted(entries):
+        if entry.offset >= end:
+            (start, size), piece = next(pieces)
+            end = start + size
+        found[entry.offset] = piece[entry.offset - start : entry.offset - start + entry.size]
+    return found

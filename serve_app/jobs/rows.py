@@ -1,0 +1,229 @@
+"""Rows of a batch: what is sent of an input line, what comes back, and what both are worth in tokens."""
+
+from collections.abc import Collection, Iterable
+from typing import Any, NamedTuple, Protocol
+
+from pydantic_core import from_json, to_json
+
+from serve_app.api.errors import RequestError
+from serve_app.api.protocol import JSON
+from serve_app.api.scheduling import Scheduling
+from serve_app.jobs.pacing import EngineLoad
+
+MOST = 1 << 40
+"""Numbers beyond this are no numbers of tokens."""
+
+
+PROMPT = 0.5
+"""Work of a token of a prompt, in tokens of an answer. A row of P and N tokens, beside n rows,
+takes an engine P * per_prefill_token_ms + N * (base_ms / n + per_sequence_ms): with 100 to 256 rows, a token
+of a prompt takes 0.4 to 0.6 times as long as a token of an answer (`serve_app/simulation/profiles.py`)."""
+
+ROW = 1.0
+"""Work of a row beside its tokens: some answers report none."""
+
+BYTES = 4
+"""Bytes of a row's line that make a token of its prompt, about."""
+
+USUAL_OUTPUT = 512
+"""Bound of an answer that states none."""
+
+BOUNDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+
+WITHOUT_OUTPUT = frozenset({"/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/classify"})
+
+
+class Tokens(NamedTuple):
+    """Tokens of answers, as the `usage` of OpenAI's API counts them.
+
+    Attributes:
+        input_tokens: Tokens of the prompts.
+        cached_tokens: Those of them that were in a cache.
+        output_tokens: Tokens of the answers.
+        reasoning_tokens: Those of them that are reasoning.
+    """
+
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+NO_TOKENS = Tokens()
+
+
+def tokens_of(answer: Any) -> Tokens:
+    """Return what an answer reports: of chats and completions, responses, embeddings, or `/generate`."""
+    usage = answer.get("usage") if isinstance(answer, dict) else None
+    if not isinstance(usage, dict):
+        return NO_TOKENS
+    if "input_tokens" in usage:
+        read, written = "input_tokens", "output_tokens"
+    else:
+        read, written = "prompt_tokens", "completion_tokens"
+    return Tokens(
+        _number(usage.get(read)),
+        _number(_part(usage, f"{read}_details").get("cached_tokens")),
+        _number(usage.get(written)),
+        _number(_part(usage, f"{written}_details").get("reasoning_tokens")),
+    )
+
+
+def work_of(rows: int, tokens: Tokens) -> float:
+    """Return the work of rows that were run, in tokens of an answer.
+
+    Unlike rows per second, work per second is about the same for short rows and for long ones; so a rate that
+    was measured with one batch says something about another.
+    """
+    return ROW * rows + PROMPT * max(0, tokens.input_tokens - tokens.cached_tokens) + tokens.output_tokens
+
+
+def bound_of(endpoint: str, body: JSON, size: int) -> float:
+    """Return the work that a row is, if its answer is as long as it may be.
+
+    Args:
+        endpoint: The endpoint of its batch.
+        body: Its body, which may be wrong.
+        size: Bytes of its line.
+    """
+    output = 0
+    if endpoint not in WITHOUT_OUTPUT:
+        stated = [number for name in BOUNDS if (number := _number(body.get(name)))]
+        output = min(stated, default=USUAL_OUTPUT) * max(1, min(_number(body.get("n")), 128))
+    return ROW + PROMPT * size / BYTES + output
+
+
+def together(tokens: Iterable[Tokens]) -> Tokens:
+    """Return the tokens of several answers."""
+    return Tokens(*map(sum, zip(NO_TOKENS, *tokens, strict=True)))
+
+
+def _part(usage: JSON, name: str) -> JSON:
+    part = usage.get(name)
+    return part if isinstance(part, dict) else {}
+
+
+def _number(value: Any) -> int:
+    return value if type(value) is int and 0 <= value <= MOST else 0
+
+
+class Answer(NamedTuple):
+    """The answer to a row.
+
+    Attributes:
+        status: HTTP status.
+        body: Body, in the shape of OpenAI's API.
+        retry_after_s: Seconds after which another try is likely to succeed.
+        final: Another try is of no use, although the status suggests one.
+    """
+
+    status: int
+    body: JSON
+    retry_after_s: float | None = None
+    final: bool = False
+
+
+class QuotaError(RequestError):
+    """A quota of a row's tenant or key is used up. It says nothing about the room at the engines."""
+
+
+class Client(Protocol):
+    """A way to the engines."""
+
+    async def send(
+        self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None
+    ) -> Answer:
+        """Send a row and return its answer.
+
+        Args:
+            endpoint: The route, such as `/v1/chat/completions`.
+            body: The body of the request.
+            scheduling: Its tier, its tenant, and the tenant's weight.
+            models: Ids of the models that its batch may use; None: all.
+
+        Raises:
+            QuotaError: Its tenant or key has no quota for it now.
+            RequestError: The same as an answer with its status.
+            Exception: The engine couldn't be reached.
+        """
+
+    async def refresh(self) -> None:
+        """Learn which adapters are served now."""
+
+    def base_of(self, model: str) -> str | None:
+        """Return the model whose engines run a model or an adapter; None: it isn't served now."""
+
+    async def load(self, base: str | None) -> EngineLoad | None:
+        """Return the load of the engines of a model.
+
+        Args:
+            base: The model; None: all engines that had rows since the last such call.
+
+        Returns:
+            Their load; None: it isn't known.
+        """
+
+
+EXPIRED = ("batch_expired", "This request could not be executed before the completion window ended.")
+CANCELLED = ("batch_cancelled", "The batch was cancelled before this request was executed.")
+
+
+class Row(NamedTuple):
+    """A row of the input.
+
+    Attributes:
+        line: Number of its line.
+        text: The line.
+        model: The model that its body names; None: none.
+    """
+
+    line: int
+    text: bytes
+    model: str | None = None
+
+    def body(self) -> JSON:
+        """Return the body to send, in the tier of batches."""
+        body: JSON = from_json(self.text)["body"]
+        return body | {"service_tier": "flex"}
+
+
+class Result(NamedTuple):
+    """The result of a row.
+
+    Attributes:
+        line: Number of the input line.
+        text: Line of the output or the error file.
+        is_error: Whether it belongs into the error file.
+        is_unrun: Whether the row has no answer: its batch ended before.
+        tokens: Tokens that the answer reports.
+    """
+
+    line: int
+    text: bytes
+    is_error: bool
+    is_unrun: bool = False
+    tokens: Tokens = NO_TOKENS
+
+
+def answered(batch: str, row: Row, status: int, body: JSON) -> Result:
+    """Return the result of a row that the engine answered, or refused."""
+    id = _id(batch, row)
+    response = {"status_code": status, "request_id": id, "body": body}
+    text = _line(id, row, response, None)
+    return Result(row.line, text, not 200 <= status < 300, tokens=tokens_of(body))
+
+
+def unrun(batch: str, row: Row, reason: tuple[str, str]) -> Result:
+    """Return the result of a row without an answer: its batch expired or was cancelled before."""
+    error = {"code": reason[0], "message": reason[1]}
+    return Result(row.line, _line(_id(batch, row), row, None, error), True, True)
+
+
+def _id(batch: str, row: Row) -> str:
+    # The same in each try, so that a row's calls can be found together.
+    return f"batch_req_{batch.removeprefix('batch_')}_{row.line}"
+
+
+def _line(id: str, row: Row, response: JSON | None, error: JSON | None) -> bytes:
+    custom_id = from_json(row.text)["custom_id"]
+    return to_json({"id": id, "custom_id": custom_id, "response": response, "error": error}) + b"\n"

@@ -1,0 +1,239 @@
+"""Which row is next: the rows in memory, their places at the engines, and the shares of tenants."""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator
+from contextlib import asynccontextmanager
+
+from serve_app.jobs.models import Batch
+from serve_app.jobs.pacing import Concurrency
+from serve_app.jobs.plan import Unsent
+from serve_app.jobs.rows import Answer, Row
+
+
+class OpenBatch:
+    """A batch that hasn't ended, and what of it is in memory.
+
+    Args:
+        batch: Its stored state.
+
+    Attributes:
+        batch: Its state as far as it matters here; the store has the counts.
+        base: The model whose engines run its rows; None: they have several, or it is not validated yet.
+        rows: Rows that are read and not yet sent.
+        unsent: The rows that aren't read; None: nobody has looked for them yet.
+        read: Whether all rows were read.
+        in_flight: Rows that were taken and have no committed result.
+        due: Events of those of them whose next try is due, set once each has a place.
+        busy: Whether something other than rows is under way: validation, reading, the end.
+        resting: Whether that has failed, and waits to be tried again.
+        stopping: Set when no row may be sent any more.
+        tries: The tries of its rows that are under way.
+        keyless_since: When its API key was first seen to hold no more; None: the key holds.
+        lost: Message, if content is gone; the batch fails.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.base: str | None = None
+        self.rows: deque[Row] = deque()
+        self.unsent: Unsent | None = None
+        self.read = False
+        self.in_flight = 0
+        self.due: deque[asyncio.Event] = deque()
+        self.busy = False
+        self.resting = False
+        self.stopping = asyncio.Event()
+        self.tries: set[asyncio.Future[Answer]] = set()
+        self.keyless_since: float | None = None
+        self.lost = ""
+
+    @property
+    def exhausted(self) -> bool:
+        """True once all rows were taken."""
+        return self.read and not self.rows
+
+    @property
+    def takes_rows(self) -> bool:
+        """True while rows may be sent."""
+        return self.batch.state == "in_progress" and not self.stopping.is_set()
+
+    def abort(self) -> None:
+        """End the tries that are under way, at the engines too; their rows have no result."""
+        for one in self.tries:
+            one.cancel()
+
+
+class Shares:
+    """Turns of the tenants, by weight.
+
+    The tenant with the fewest rows at the engines by its weight is next. Among equals, it is the one with the
+    fewest rows so far by its weight (start-time fair queueing), so that tenants take turns at a limit of one
+    row too. A tenant that joins has no credit.
+
+    Attributes:
+        total: Rows at the engines.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._rows: Counter[str] = Counter()
+        self._now = 0.0
+        self._next: dict[str, float] = {}
+
+    def of(self, tenant: str) -> int:
+        """Return the rows of a tenant at the engines."""
+        return self._rows[tenant]
+
+    def turn(self, tenant: str, weight: float) -> tuple[float, float]:
+        """Return the place of a tenant among others: the least one is next.
+
+        Args:
+            tenant: The tenant.
+            weight: Its share in relation to the others.
+        """
+        return self._rows[tenant] / weight, max(self._now, self._next.get(tenant, 0.0))
+
+    def start(self, tenant: str, weight: float) -> None:
+        """Note a row that is at the engines from now on."""
+        self._now = self.turn(tenant, weight)[1]
+        self._next[tenant] = self._now + 1 / weight
+        self._rows[tenant] += 1
+        self.total += 1
+
+    def end(self, tenant: str) -> None:
+        """Note a row that is there no longer."""
+        self._rows[tenant] -= 1
+        self.total -= 1
+
+    def keep(self, tenants: Collection[str]) -> None:
+        """Forget all other tenants that have no row there."""
+        for tenant in self._next.keys() - tenants:
+            if not self._rows[tenant]:
+                del self._next[tenant], self._rows[tenant]
+
+
+FILL_ROWS = 32
+"""Rows that are taken at once: each takes a fraction of a millisecond, in which nothing else is answered."""
+
+
+class Places:
+    """Gives rows their places at the engines of one model.
+
+    A row is in flight from the time at which it is taken until its result is recorded. It has a place
+    meanwhile, but for the time in which it waits for its next try, so that a model that is down, or a quota
+    that is used up, holds up no other tenant.
+
+    Between tenants, the one with the fewest rows at the engines by its weight is next.
+
+    Args:
+        concurrency: Limit on rows that have a place, and on the rows of each tenant in flight.
+        max_bytes: Most bytes of input lines in flight, but for one line of each tenant.
+        changed: Called when other rows may have their turn.
+
+    Attributes:
+        in_flight: Rows in flight.
+    """
+
+    def __init__(self, concurrency: Concurrency, max_bytes: int, changed: Callable[[], None]) -> None:
+        self._concurrency = concurrency
+        self._max_bytes = max_bytes
+        self._changed = changed
+        self._shares = Shares()
+        self._bytes = 0
+        self._in_flight_of: Counter[str] = Counter()
+        self.in_flight = 0
+
+    @property
+    def used(self) -> int:
+        """Rows that have a place."""
+        return self._shares.total
+
+    def keep(self, tenants: Collection[str]) -> None:
+        """Forget all other tenants that have no row in flight."""
+        self._shares.keep(tenants)
+        counts = self._in_flight_of
+        for tenant in [name for name, count in counts.items() if not count and name not in tenants]:
+            del counts[tenant]
+
+    def fill(self, heads: list[OpenBatch]) -> Iterator[tuple[OpenBatch, Row]]:
+        """Give the free places to rows, to few at once, and yield those that were taken for it.
+
+        Args:
+            heads: The batch of each tenant that is next; each has rows, or some whose next try is due.
+        """
+        given = 0
+        while heads and self.used < self._concurrency.limit:
+            if (given := given + 1) > FILL_ROWS:
+                self._changed()
+                return
+            one = min(heads, key=lambda head: self._shares.turn(head.batch.tenant, _weight(head)))
+            tenant = one.batch.tenant
+            if one.due:
+                self._give_place(one)
+                more = bool(one.due)
+            elif self._has_room(tenant, one.rows[0]):
+                row = one.rows.popleft()
+                self._take(one, row)
+                more = bool(one.rows)
+                yield one, row
+            elif self._in_flight_of[tenant] > self._shares.of(tenant):
+                # Some wait for their next try. They may do so for hours, while the rows of others fit.
+                heads.remove(one)
+                continue
+            else:
+                return
+            if not more:
+                heads.remove(one)
+                # More may be read, or another batch of the tenant be next.
+                self._changed()
+
+    @asynccontextmanager
+    async def away(self, one: OpenBatch) -> AsyncGenerator[None, None]:
+        """Return the context of a row that waits for its next try. It has a place again behind it."""
+        self._shares.end(one.batch.tenant)
+        self._changed()
+        yield
+        placed = asyncio.Event()
+        one.due.append(placed)
+        if one.stopping.is_set():
+            self.stop(one)
+        self._changed()
+        await placed.wait()
+
+    def stop(self, one: OpenBatch) -> None:
+        """Let no more rows of a batch be sent. Those that are due have their places only to end."""
+        one.stopping.set()
+        while one.due:
+            self._give_place(one)
+
+    def leave(self, one: OpenBatch, row: Row) -> None:
+        """Take in that a row is in flight no more."""
+        tenant = one.batch.tenant
+        self._shares.end(tenant)
+        one.in_flight -= 1
+        self.in_flight -= 1
+        self._in_flight_of[tenant] -= 1
+        self._bytes -= len(row.text)
+
+    def _has_room(self, tenant: str, row: Row) -> bool:
+        """Return whether a row of a tenant may be taken; its first one always may."""
+        in_flight = self._in_flight_of[tenant]
+        fits = self._bytes + len(row.text) <= self._max_bytes
+        return not in_flight or (fits and in_flight < self._concurrency.limit)
+
+    def _take(self, one: OpenBatch, row: Row) -> None:
+        tenant = one.batch.tenant
+        self._shares.start(tenant, _weight(one))
+        one.in_flight += 1
+        self.in_flight += 1
+        self._in_flight_of[tenant] += 1
+        self._bytes += len(row.text)
+
+    def _give_place(self, one: OpenBatch) -> None:
+        self._shares.start(one.batch.tenant, _weight(one))
+        one.due.popleft().set()
+
+
+def _weight(one: OpenBatch) -> float:
+    return one.batch.weight or 1.0

@@ -1,0 +1,325 @@
+"""The parts of the batches in one process: state, content, runner, routes and metrics."""
+
+import asyncio
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
+from contextlib import aclosing
+from functools import partial
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from serve_app.api.errors import EXCEPTION_HANDLERS
+from serve_app.api.protocol import JSON
+from serve_app.api.scheduling import Scheduling
+from serve_app.auth.key_store import KeyStore
+from serve_app.jobs.content import Content, Contents, Disk
+from serve_app.jobs.database import Database
+from serve_app.jobs.errors import DatabaseError, FencedError, HeldError, StoreError
+from serve_app.jobs.key_rules import KeyRules
+from serve_app.jobs.limits import Limits
+from serve_app.jobs.models import ENDED, STATES
+from serve_app.jobs.pacing import Auto
+from serve_app.jobs.routes import BatchAPI
+from serve_app.jobs.rows import Client
+from serve_app.jobs.runner import Runner
+from serve_app.jobs.storage import adopt_results, delete_noted
+from serve_app.jobs.store import Store
+from serve_app.relay.asgi import run_app
+from serve_app.relay.request import RelayRequest
+from serve_app.relay.upload import Uploads
+from serve_app.relay.usage import RequestUsage
+from serve_app.settings.batches import BatchesSettings
+from serve_app.telemetry import catalogue
+from serve_app.telemetry.faults import FaultCount
+from serve_app.telemetry.meters import Meters
+
+logger = logging.getLogger("ray.serve")
+
+INTERVAL_S = 2.0
+"""Seconds between two reports."""
+
+
+class BatchesMetrics:
+    """Records the statistics as metrics, periodically.
+
+    Args:
+        stats: Returns them; see `BatchService.stats`.
+        meters: Instruments of `catalogue.BATCHES`; None: Ray's.
+    """
+
+    def __init__(self, stats: Callable[[], Awaitable[JSON]], meters: Meters | None = None) -> None:
+        self._stats = stats
+        self._meters = meters or Meters(catalogue.BATCHES)
+        self._faults = FaultCount()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Start, on the running loop."""
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def stop(self) -> None:
+        """Report no more."""
+        self._faults.stop()
+        if self._task is not None:
+            self._task.cancel()
+
+    async def report(self) -> None:
+        """Record the statistics once."""
+        self._faults.report(self._meters)
+        stats = await self._stats()
+        record, count = self._meters.record, self._meters.count
+        for state, number in stats["batches"].items():
+            record(catalogue.BATCHES_OPEN, number, state)
+        for state in ("waiting", "in_flight"):
+            record(catalogue.BATCHES_ROWS, stats["rows"][state], state)
+        for outcome in ("completed", "failed"):
+            count(catalogue.BATCHES_ROWS_ENDED, stats["rows"][outcome], outcome)
+        record(catalogue.BATCHES_OLDEST, stats["oldest_s"])
+        record(catalogue.BATCHES_LEFT, stats["eta_s"] or 0.0)
+        record(catalogue.BATCHES_LATE, stats["late"])
+        record(catalogue.BATCHES_BYTES, stats["bytes"])
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self.report()
+            except (OSError, DatabaseError) as error:
+                logger.warning("batches: no metrics: %r", error)
+            except Exception:
+                # A failure of telemetry must not stop the batches.
+                logger.exception("batches: no metrics")
+            await asyncio.sleep(INTERVAL_S)
+
+
+OPEN = tuple(state for state in STATES if state not in ENDED)
+
+HELD_S = 60.0
+"""Seconds to wait for a process that has the folder open: one that is being replaced."""
+
+POLL_S = 0.2
+
+BROKEN = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+"""SQLite's errors that don't pass: tables are missing, the file is damaged, or isn't a database."""
+
+GATHER_S = 0.02
+"""Seconds for which results are gathered: a commit of one takes nearly as long as one of ten."""
+
+SCHEDULING = "scheduling"
+"""Key of the ASGI scope under which a relayed request has its scheduling."""
+
+
+class BatchService:
+    """Files and batches, open and running.
+
+    Args:
+        settings: Place and limits.
+        store: The state.
+        content: The contents.
+        client: The engines.
+        models: Ids of the served models.
+        keys: The API keys; None: the service has none.
+    """
+
+    def __init__(
+        self,
+        settings: BatchesSettings,
+        store: Store,
+        content: Contents,
+        client: Client,
+        models: Collection[str],
+        keys: KeyStore | None = None,
+    ) -> None:
+        rules = KeyRules(models, Limits.of(settings), keys)
+        self.uploads = Uploads()
+        self._store = store
+        self._runner = Runner(
+            store,
+            content,
+            client,
+            rules,
+            concurrency=partial(Auto, most=settings.max_rows_in_flight),
+            gather_s=GATHER_S,
+        )
+        api = BatchAPI(
+            store,
+            content,
+            self._runner.notice,
+            limits=rules.limits,
+            rights=rules.rights,
+            scheduling=_scheduling,
+            warnings=lambda: self._runner.warnings,
+            foresee=self._runner.foresee,
+            refuse=settings.deadlines == "refuse",
+        )
+        self._app = Starlette(routes=api.routes(), exception_handlers=EXCEPTION_HANDLERS)
+        self._running = asyncio.create_task(self._runner.run())
+        self._running.add_done_callback(_tell_end)
+
+    @classmethod
+    async def open(
+        cls,
+        settings: BatchesSettings,
+        client: Client,
+        models: Collection[str],
+        keys: KeyStore | None = None,
+        held_s: float = HELD_S,
+    ) -> "BatchService":
+        """Open the folder, and go on with the batches in it.
+
+        Args:
+            settings: Place and limits.
+            client: The engines.
+            models: Ids of the served models.
+            keys: The API keys; None: the service has none.
+            held_s: Seconds to wait while another process has the folder open.
+
+        Raises:
+            StoreError: The folder can't be used.
+            OSError: The same.
+            DatabaseError: The database fails for longer, or can never work.
+        """
+        store = await _open_store(_place(settings), held_s)
+        try:
+            content = await asyncio.to_thread(_open_content, settings, store.epoch)
+            await asyncio.to_thread(adopt_results, store, content)
+            await asyncio.to_thread(_delete_noted, store, content)
+            if unfinished := await asyncio.to_thread(store.open_batches):
+                logger.info("batches: going on with %d that have not ended", len(unfinished))
+        except BaseException:
+            store.close()
+            raise
+        return cls(settings, store, content, client, models, keys)
+
+    async def relay(self, request: RelayRequest) -> AsyncGenerator[bytes, None]:
+        """Answer an HTTP request, as relay messages."""
+        upload = await self.uploads.open(request.upload) if request.upload else None
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            scope[SCHEDULING] = request.scheduling
+            await self._app(scope, receive, send)
+
+        try:
+            async with aclosing(run_app(app, request, usage=RequestUsage(), upload=upload)) as messages:
+                async for message in messages:
+                    yield message
+        finally:
+            if upload is not None:
+                await self.uploads.close(request.upload)
+
+    async def stats(self) -> JSON:
+        """Return the entry of the batches in `/stats`."""
+        summary = await asyncio.to_thread(self._store.summary)
+        runner = self._runner
+        rate = runner.rate.per_s
+        return {
+            "batches": {state: summary.batches.get(state, 0) for state in OPEN},
+            "rows": {
+                "waiting": max(0, summary.rows - runner.in_flight),
+                "in_flight": runner.in_flight,
+                "completed": runner.rate.total - runner.failed,
+                "failed": runner.failed,
+            },
+            "rows_in_flight_limit": runner.limit,
+            "rows_per_s": round(rate, 3) if summary.rows else 0.0,
+            "eta_s": round(summary.rows / rate, 1) if summary.rows and rate else None,
+            "oldest_s": 0 if summary.oldest is None else max(0, int(time.time()) - summary.oldest),
+            "late": runner.verdicts["late"],
+            "unsure": runner.verdicts["unsure"],
+            "files": summary.files,
+            "bytes": summary.bytes,
+        }
+
+    def check(self) -> None:
+        """Raise if the runner has failed."""
+        if self._running.done():
+            self._running.result()
+            raise RuntimeError("the runner of the batches has ended")
+
+    async def close(self, timeout_s: float) -> None:
+        """Send no more rows, record those that end in time, and close the state.
+
+        Args:
+            timeout_s: Seconds that rows in flight have. The next process sends again those that take longer.
+        """
+        self._runner.stop()
+        await asyncio.wait([self._running], timeout=timeout_s)
+        self._running.cancel()
+        await asyncio.wait([self._running])
+        await asyncio.to_thread(self._store.close)
+
+
+def _tell_end(running: asyncio.Task[None]) -> None:
+    """Log why the runner has ended, if it wasn't asked to; `check` has the replica replaced."""
+    if not running.cancelled() and (error := running.exception()) is not None:
+        fenced = error.subgroup(FencedError) if isinstance(error, BaseExceptionGroup) else None
+        causes = [error] if fenced is None else fenced.exceptions
+        logger.error("batches: the runner has ended: %s", "; ".join(map(str, causes)))
+
+
+def _open_content(settings: BatchesSettings, epoch: int) -> Contents:
+    folder = _folder(settings)
+    if settings.content is None or "://" not in settings.content:
+        folder = folder if settings.content is None else Path(settings.content).expanduser()
+        return Content(folder, epoch, Disk(folder))
+    # Imported only where it is used.
+    from serve_app.jobs.object_storage import Objects
+
+    return Content(folder, epoch, Objects(settings.content))
+
+
+def _place(settings: BatchesSettings) -> Callable[[], Path | Database]:
+    """Return a function that opens the place of the state.
+
+    Raises:
+        StoreError: Its URL isn't known, or its package is missing.
+    """
+    url = settings.database
+    if settings.database_env is not None and not (url := os.environ.get(settings.database_env)):
+        raise StoreError(
+            f"batches.database_env: the environment of the replica has no variable {settings.database_env}"
+        )
+    if url is None:
+        return lambda: _folder(settings)
+    # Imported only where it is used.
+    from serve_app.jobs.postgres import Postgres
+
+    return lambda: Postgres(url)
+
+
+async def _open_store(place: Callable[[], Path | Database], held_s: float) -> Store:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + held_s
+    told = ""
+    while True:
+        try:
+            return await asyncio.to_thread(lambda: Store(place()))
+        except (HeldError, DatabaseError) as error:
+            # The upper bits of an error of SQLite tell the kinds of one apart.
+            if loop.time() > deadline or getattr(error.__cause__, "sqlite_errorcode", 0) & 0xFF in BROKEN:
+                raise
+            if (message := str(error)) != told:
+                logger.warning("batches: %s; waiting", told := message)
+        await asyncio.sleep(POLL_S)
+
+
+def _delete_noted(store: Store, content: Contents) -> None:
+    try:
+        if deleted := delete_noted(store, content):
+            logger.info("batches: deleted %d contents without a file", deleted)
+    except (OSError, DatabaseError) as error:
+        logger.warning("batches: contents without a file can't be deleted before the next start: %s", error)
+
+
+def _folder(settings: BatchesSettings) -> Path:
+    return Path(settings.folder).expanduser()
+
+
+def _scheduling(request: Request) -> Scheduling:
+    scheduling: Scheduling = request.scope[SCHEDULING]
+    return scheduling

@@ -1,0 +1,240 @@
+"""Files and results: changes of the database and of the contents, which are made together.
+
+A content has a file in the database, is that of an open batch, or is noted there as one without a file. So
+what a process left that ended in the middle of a change is known at the next start, and nothing else is
+deleted: no file of somebody else, and no content of another database.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+from serve_app.jobs.content import Contents, Draft
+from serve_app.jobs.errors import ContentLostError, DatabaseError, FencedError, NotFoundError, TooManyError
+from serve_app.jobs.intake import batch_error
+from serve_app.jobs.limits import Limits
+from serve_app.jobs.models import Batch, Counts, File, State
+from serve_app.jobs.plan import plan_id, unsent
+from serve_app.jobs.rows import CANCELLED, EXPIRED, Result, together, unrun
+from serve_app.jobs.store import Store
+
+
+def add_file(store: Store, content: Contents, draft: Draft, file: File, limits: Limits) -> None:
+    """Make a draft the content of a new file: afterwards both are there, or neither.
+
+    Args:
+        store: The state.
+        content: The contents.
+        draft: The content of the file.
+        file: The file.
+        limits: Limits on the files of its tenant.
+
+    Raises:
+        TooManyError: The tenant would have more.
+        OSError: The disk is full, or fails.
+        DatabaseError: The same for the database.
+        FencedError: Another process has taken over the batches.
+    """
+    store.note_content(file.id)
+    try:
+        content.keep(draft, file.id)
+        store.add_file(file, limits.max_tenant_bytes, limits.max_files)
+    except FencedError:
+        # The new owner may have looked for it before it was there.
+        content.remove(file.id)
+        raise
+    except (TooManyError, OSError, DatabaseError):
+        # An error of a commit doesn't say whether it took place.
+        with suppress(NotFoundError):
+            store.remove_file(file.tenant, file.id)
+        delete_contents(store, content, [file.id])
+        raise
+
+
+def delete_contents(store: Store, content: Contents, ids: Sequence[str]) -> None:
+    """Delete contents that are noted as those without a file.
+
+    Raises:
+        OSError: One can't be deleted: it stays noted; all others are deleted.
+        DatabaseError: The database fails; the contents stay noted.
+    """
+    deleted, failed = [], None
+    for id in ids:
+        try:
+            content.remove(id)
+        except OSError as error:
+            failed = error
+        else:
+            deleted.append(id)
+    if deleted:
+        store.forget_contents(deleted)
+    if failed:
+        raise failed
+
+
+def delete_noted(store: Store, content: Contents) -> int:
+    """Delete what earlier processes left, and return the number of contents.
+
+    It must not run while a file is being added.
+    """
+    ids = store.noted_contents()
+    delete_contents(store, content, ids)
+    return len(ids)
+
+
+def remove_expired(store: Store, content: Contents, now: int, limits: Limits) -> int:
+    """Delete files and batches whose time is over, and old results that are too much.
+
+    Args:
+        store: The state.
+        content: The contents.
+        now: Seconds since the epoch.
+        limits: Limits on the results, and the time that batches are kept.
+
+    Returns:
+        The number of deleted files.
+
+    Raises:
+        OSError: A content can't be deleted; all else is.
+    """
+    # First the file, then its content: a file without content would be an error for its reader.
+    ids = store.remove_expired(now) + store.remove_excess(limits.max_result_bytes)
+    store.remove_expired_batches(now, limits.retention_s)
+    delete_contents(store, content, ids)
+    return len(ids)
+
+
+CLOSING_LINES = 2000
+"""Rows that get their result in one commit when a batch ends without them."""
+
+
+def adopt_results(store: Store, content: Contents) -> None:
+    """Go on with results as an earlier version wrote them; called when the batches are opened.
+
+    Raises:
+        OSError: The disk fails.
+        DatabaseError: The same for the database.
+    """
+    for batch in store.open_batches():
+        for id in (batch.output_file, batch.error_file):
+            content.adopt(id)
+
+
+def record(store: Store, content: Contents, id: str, results: Sequence[Result]) -> None:
+    """Append results to the files of a batch, then commit their rows. May be called again after an error.
+
+    The files are synced before the commit, which holds their new lengths. If the process ends between the
+    two, the next append begins at the lengths of the commit before.
+
+    Args:
+        store: The state.
+        content: The contents.
+        id: The batch.
+        results: Results of different rows. Those that are committed already are left out.
+
+    Raises:
+        ContentLostError: A file of the batch is gone.
+        OSError: The disk is full, or fails.
+        DatabaseError: The same for the database.
+        FencedError: Another process has taken over the batches; nothing is committed.
+    """
+    batch = store.batch_to_write(id)
+    # An error of a commit doesn't say whether it took place.
+    finished = store.finished_of(id, [result.line for result in results])
+    new = [result for result in results if result.line not in finished]
+    if not new:
+        return
+    output = b"".join(result.text for result in new if not result.is_error)
+    errors = b"".join(result.text for result in new if result.is_error)
+    failed = sum(result.is_error for result in new)
+    never_run = sum(result.is_unrun for result in new)
+    tokens = together(result.tokens for result in new)
+    counts = Counts(len(new) - failed, failed, never_run, len(output), len(errors), *tokens)
+    files = ((batch.output_file, batch.output_bytes, output), (batch.error_file, batch.error_bytes, errors))
+    appends = [append for append in files if append[2]]
+    try:
+        for append in appends:
+            content.append(*append)
+    except ContentLostError:
+        # It isn't lost if another process has completed it meanwhile.
+        store.batch_to_write(id)
+        raise
+    try:
+        store.finish(batch, [result.line for result in new], counts)
+    except FencedError:
+        for id, offset, _ in appends:
+            content.take_back(id, offset)
+        raise
+
+
+def close(store: Store, content: Contents, batch: Batch, now: int) -> None:
+    """End a batch of which nothing is in flight: rows without a result get one that says why.
+
+    Args:
+        store: The state.
+        content: The contents.
+        batch: A batch that is finalizing or cancelling.
+        now: Time of the end, in seconds since the epoch.
+
+    Raises:
+        ContentLostError: A file of the batch is gone, or its input has other rows than it had.
+        OSError: The disk is full, or fails.
+        DatabaseError: The same for the database.
+    """
+    reason = CANCELLED if batch.state == "cancelling" else EXPIRED
+    if batch.completed + batch.failed != batch.total:
+        left = unsent(store, content, batch, by_line=True)
+        while left:
+            if rows := left.take(content, most=CLOSING_LINES):
+                record(store, content, batch.id, [unrun(batch.id, row, reason) for row in rows])
+    batch = store.batch(batch.id)
+    if batch.completed + batch.failed != batch.total:
+        raise ContentLostError(f"the content of {batch.input_file} is not what it was")
+    content.seal(batch.output_file, batch.output_bytes)
+    content.seal(batch.error_file, batch.error_bytes)
+    to: State = "completed"
+    if batch.state == "cancelling":
+        to = "cancelled"
+    elif batch.unrun:
+        to = "expired"
+    # Before the end: afterwards nothing looks for it.
+    content.remove(plan_id(batch.id))
+    store.end(batch.id, to, now, batch.errors)
+
+
+def give_up(store: Store, content: Contents, id: str, reason: str, now: int) -> None:
+    """End a batch of which a content is gone. Its results until then are kept, see `whole` too.
+
+    Args:
+        store: The state.
+        content: The contents.
+        id: The batch; nothing of it is in flight.
+        reason: What is gone.
+        now: Time of the end, in seconds since the epoch.
+
+    Raises:
+        OSError: The disk is full, or fails.
+        DatabaseError: The same for the database.
+    """
+    errors = [batch_error("content_lost", f"{reason}; the results until then are kept")]
+    # First the end: until then, another process may commit more results than are sealed.
+    store.end(id, "failed", now, errors)
+    batch = store.batch(id)
+    for file, size in ((batch.output_file, batch.output_bytes), (batch.error_file, batch.error_bytes)):
+        # One may be what is gone.
+        with suppress(ContentLostError):
+            content.seal(file, size)
+    content.remove(plan_id(id))
+
+
+def whole(content: Contents, file: File) -> bool:
+    """Return whether the content of a file is there as a whole.
+
+    Results are sealed now if that failed when their batch was given up.
+
+    Raises:
+        OSError: The storage fails.
+    """
+    if file.purpose != "batch" and content.size(file.id) is None:
+        with suppress(ContentLostError):
+            content.seal(file.id, file.bytes)
+    return content.size(file.id) == file.bytes

@@ -1,0 +1,137 @@
+"""Files and batches for the tests of this folder."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import to_json
+
+from serve_app.api.protocol import JSON
+from serve_app.jobs import failpoints
+from serve_app.jobs.content import Content, Contents, Disk
+from serve_app.jobs.database import SQLite
+from serve_app.jobs.limits import Limits
+from serve_app.jobs.models import Batch, File
+from serve_app.jobs.storage import add_file
+from serve_app.jobs.store import Store
+from tests.progress import STILL_S
+
+CHAT = "/v1/chat/completions"
+NOW = 1_800_000_000
+DAY_S = 86_400
+
+
+def row(custom_id: str, /, **fields: Any) -> JSON:
+    """Return a row of an input file; `fields` replace those of a valid one, None leaves one out."""
+    body = {"model": "demo", "messages": [{"role": "user", "content": custom_id}]}
+    whole = {"custom_id": custom_id, "method": "POST", "url": CHAT, "body": body} | fields
+    return {name: value for name, value in whole.items() if value is not None}
+
+
+def text_of(*rows: JSON | bytes) -> bytes:
+    """Return the text of an input file."""
+    return b"".join((line if isinstance(line, bytes) else to_json(line)) + b"\n" for line in rows)
+
+
+def file_of(id: str, tenant: str = "anna", size: int = 1, **fields: Any) -> File:
+    """Return a file for batches."""
+    values: JSON = {"filename": f"{id}.jsonl", "purpose": "batch", "created_at": NOW, "expires_at": None}
+    return File(id=id, tenant=tenant, bytes=size, **(values | fields))
+
+
+def batch_of(id: str, input_file: str, tenant: str = "anna", **fields: Any) -> Batch:
+    """Return a batch that waits for its validation."""
+    values: JSON = {
+        "endpoint": CHAT,
+        "output_file": f"file-{id}-out",
+        "error_file": f"file-{id}-err",
+        "completion_window": "24h",
+        "metadata": {},
+        "retention_s": DAY_S,
+        "created_at": NOW,
+        "expires_at": NOW + DAY_S,
+    }
+    return Batch(id=id, tenant=tenant, input_file=input_file, **(values | fields))
+
+
+def put(store: Store, content: Contents, id: str, text: bytes, tenant: str = "anna") -> None:
+    """Store a file."""
+    draft = content.draft()
+    draft.write(text)
+    add_file(store, content, draft, file_of(id, tenant, len(text)), Limits())
+
+
+@contextmanager
+def commits() -> Iterator[asyncio.Event]:
+    """Yield an event that is set at every write."""
+    loop, event = asyncio.get_running_loop(), asyncio.Event()
+
+    def reached(_: str) -> None:
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(event.set)
+
+    failpoints.hook = reached
+    try:
+        yield event
+    finally:
+        failpoints.hook = None
+
+
+async def all_ended(store: Store, committed: asyncio.Event) -> None:
+    """Wait until no batch is open, with an event of `commits`."""
+    async with asyncio.timeout(STILL_S):
+        while True:
+            committed.clear()
+            if not store.open_batches():
+                return
+            await committed.wait()
+
+
+def on_disk(folder: Path, epoch: int = 1) -> Content[Path]:
+    """Return contents on the disk."""
+    return Content(folder, epoch, Disk(folder))
+
+
+def opened(folder: Path) -> tuple[Store, Content[Path]]:
+    """Return a store and its contents."""
+    store = Store(folder)
+    return store, on_disk(folder, store.epoch)
+
+
+def bytes_of(content: Contents, id: str, size: int) -> bytes:
+    """Return the first bytes of a content."""
+    return b"".join(content.pieces(id, size))
+
+
+def ids_on_disk(content: Content[Path]) -> set[str]:
+    """Return the ids of all contents on the disk."""
+    return {path.name for path in content.path("any").parent.iterdir()} | ids_of_parts(content)
+
+
+def ids_of_parts(content: Content[Path]) -> set[str]:
+    """Return the ids of the contents on the disk that have parts."""
+    return {path.name for path in (content.path("any").parent.parent / "parts").iterdir()}
+
+
+def content_ids(store: Store) -> set[str]:
+    """Return the ids of all contents that may be there: of files, and of the results of open batches."""
+    files = {row["id"] for row in store._rows("SELECT id FROM files")}
+    return files | {id for batch in store.open_batches() for id in (batch.output_file, batch.error_file)}
+
+
+def lose_lock(database: Any) -> None:
+    """Take the lock of an open database away, so that another process may open the same one."""
+    if isinstance(database, SQLite):
+        # As a network file system does.
+        database._held.close()
+        return
+    import psycopg
+
+    # As a server does that takes the connection which has the lock for a dead one.
+    with psycopg.connect(database._url, autocommit=True) as connection:
+        connection.execute(
+            "SELECT pg_terminate_backend(pid, 5000) FROM pg_locks JOIN pg_database ON oid = database "
+            "WHERE locktype = 'advisory' AND datname = current_database()"
+        )

@@ -1,0 +1,315 @@
+"""Rows on their way to Engines that the test plays."""
+
+import asyncio
+import json
+import threading
+import weakref
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic_core import from_json
+from ray.serve.exceptions import ReplicaUnavailableError
+
+from serve_app.api.errors import EngineLostError, RequestError
+from serve_app.api.protocol import JSON
+from serve_app.api.scheduling import TIER_PRIORITY, Scheduling
+from serve_app.auth.key_store import KeyStore
+from serve_app.auth.keys import hash_key
+from serve_app.engine.quotas import CallQuotas
+from serve_app.ingress import models, relay
+from serve_app.ingress.body import LARGE_BYTES
+from serve_app.ingress.relay import PoisonError
+from serve_app.ingress.status import Health, ModelHealth
+from serve_app.jobs import engines
+from serve_app.jobs.engines import EngineClient
+from serve_app.jobs.pacing import RETRYABLE, EngineLoad
+from serve_app.jobs.rows import Answer, QuotaError
+from serve_app.relay.frame import Head, pack, pack_error
+from serve_app.relay.request import RelayRequest
+from serve_app.relay.usage import RequestUsage
+from serve_app.settings.schema import parse
+from tests.progress import STILL_S
+from tests.serve_app.answers import END, complete
+from tests.serve_app.ingress.engine_doubles import CHAT, PLAIN, Engine, Waking, answer, health
+from tests.serve_app.quotas.fleet import QuotasHandle
+
+__all__ = ["health"]
+
+LIMIT_S = STILL_S
+BODY: JSON = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "service_tier": "flex"}
+
+
+ANNA = Scheduling(TIER_PRIORITY["flex"], "anna", weight=3.0, key="ada")
+
+
+def client_of(engines: dict[str, Engine], **ingress: Any) -> EngineClient:
+    models = [
+        {"id": name, "kind": "function", "target": "a:B", "embeddings": True}
+        if name == "embed"
+        else {"id": name, "source": "x"}
+        for name in engines
+    ]
+    handles: Any = engines
+    return EngineClient(parse({"models": models, "ingress": ingress}), handles, Health("llm", list(engines)))
+
+
+async def test_a_row_goes_to_its_model_with_its_tier_tenant_and_weight() -> None:
+    engines = {"other": Engine(answer()), "demo": Engine(answer(complete(PLAIN, b'{"ok": 1}')))}
+    client = client_of(engines, max_tokens=9)
+    assert await client.send(CHAT, BODY, ANNA) == Answer(200, {"ok": 1})
+    (request,) = engines["demo"].requests
+    assert (request.method, request.path, from_json(request.body)) == ("POST", CHAT, BODY)
+    assert request.scheduling == ANNA
+    assert request.max_tokens == 9
+    assert (request.source, request.key) == ("batch", "ada")
+    assert request.facts.tokens > 0
+    assert engines["demo"].answers[0].stopped.is_set()
+
+
+async def test_a_row_counts_for_the_quota_of_its_key_and_names_the_models_of_its_batch_only(
+    tmp_path: Path, health: dict[str, ModelHealth]
+) -> None:
+    path = tmp_path / "keys.json"
+    quota = {"tokens_per_day": 2_000}
+    entry = {"name": "ada", "sha256": hash_key(b"x"), "tenant": "anna", "quota": quota}
+    path.write_text(json.dumps([entry]))
+    settings = parse(
+        {
+            "models": [{"id": name, "source": "x"} for name in ("demo", "large")],
+            "access": {"keys_file": str(path)},
+            "usage": {"quotas": {"folder": str(tmp_path)}},
+        }
+    )
+    assert settings.access
+    assert settings.usage.quotas
+    usage = RequestUsage(prompt_tokens=900, output_tokens=300)
+    engine = Engine(answer(pack(head=PLAIN, body=b"{}", usage=usage)), stats=[{"max_model_len": 1000}])
+    handles: Any = {"demo": engine, "large": engine}
+    handle = QuotasHandle(settings.usage.quotas)
+    quotas = CallQuotas(settings.usage.quotas, handle)
+    client = EngineClient(settings, handles, Health("llm", list(handles)), KeyStore(settings.access), quotas)
+    body = BODY | {"max_tokens": 500}
+    with pytest.raises(RequestError, match="it has access to: demo"):
+        await client.send(CHAT, body | {"model": "large"}, ANNA, ["demo"])
+    assert (await client.send(CHAT, body, ANNA)).status == 200
+    assert await handle.left("key ada", "tokens_per_day") == 800
+    with pytest.raises(QuotaError, match="key ada: tokens_per_day 2000") as refused:
+        await client.send(CHAT, body, ANNA)
+    assert (refused.value.status, len(engine.requests)) == (429, 1)
+    assert refused.value.retry_after_s
+    quotas.stop()
+
+
+async def test_a_row_for_a_model_that_sleeps_comes_again_once_its_context_is_known(
+    tmp_path: Path, health: dict[str, ModelHealth], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tenants = {"anna": {"tokens_per_day": 2_000}}
+    usage: JSON = {"quotas": {"folder": str(tmp_path), "tenants": tenants}}
+    settings = parse({"models": [{"id": "demo", "source": "x"}], "usage": usage})
+    assert settings.usage.quotas
+    engine = Engine(answer(complete(PLAIN, b"{}")))
+    waking = Waking(engine, health, 1000)
+    monkeypatch.setattr(models, "start_replica", waking)
+    handles: Any = {"demo": engine}
+    quotas = CallQuotas(settings.usage.quotas, QuotasHandle(settings.usage.quotas))
+    client = EngineClient(settings, handles, Health("llm", ["demo"]), quotas=quotas)
+    with pytest.raises(RequestError, match="context length is not known") as refused:
+        await client.send(CHAT, BODY, ANNA)
+    assert (refused.value.status, refused.value.final) == (503, False)
+    await waking.started.wait()
+    assert (await client.send(CHAT, BODY, ANNA)).status == 200
+    quotas.stop()
+
+
+async def test_a_row_calls_a_route_by_the_name_that_vllm_has_for_it() -> None:
+    engine = Engine(answer(complete(PLAIN, b'{"ok": 1}')))
+    await client_of({"demo": engine}).send("/v1/classify", {"model": "demo", "input": "a"}, ANNA)
+    assert [request.path for request in engine.requests] == ["/classify"]
+
+
+async def test_an_answer_in_pieces_is_joined() -> None:
+    engine = Engine(answer(pack(head=PLAIN, body=b'{"a": "'), pack(body=b'b"}'), END))
+    assert await client_of({"demo": engine}).send(CHAT, BODY, ANNA) == Answer(200, {"a": "b"})
+
+
+async def test_a_large_answer_is_read_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = set()
+
+    def parsed(text: bytes) -> JSON:
+        threads.add(threading.get_ident())
+        found: JSON = from_json(text)
+        return found
+
+    monkeypatch.setattr(engines, "from_json", parsed)
+    text = b'{"a": "%s"}' % (b"x" * LARGE_BYTES)
+    engine = Engine(answer(complete(PLAIN, text)))
+    assert (await client_of({"demo": engine}).send(CHAT, BODY, ANNA)).body == from_json(text)
+    assert threads
+    assert threading.get_ident() not in threads
+
+
+async def test_a_refusal_says_when_to_come_back() -> None:
+    full = RequestError(429, "rate_limit_error", "full", retry_after_s=7.0)
+    wrong = RequestError(500, "internal_error", "never", final=True)
+    engine = Engine(answer(pack_error(full)))
+    found = await client_of({"demo": engine}).send(CHAT, BODY, ANNA)
+    assert (found.status, found.retry_after_s, found.final) == (429, 7.0, False)
+    engine = Engine(answer(pack_error(wrong)))
+    found = await client_of({"demo": engine}).send(CHAT, BODY, ANNA)
+    assert (found.status, found.final) == (500, True)
+
+
+async def test_an_answer_that_is_no_json_is_an_error_with_its_text() -> None:
+    engine = Engine(answer(complete(Head(500, []), b"Internal Server Error")))
+    found = await client_of({"demo": engine}).send(CHAT, BODY, ANNA)
+    assert (found.status, found.body["error"]["message"]) == (500, "Internal Server Error")
+
+
+async def test_an_answer_that_breaks_off_is_tried_again() -> None:
+    engine = Engine(answer(pack(head=PLAIN, body=b'{"ok": 1}')))
+    with pytest.raises(RequestError) as raised:
+        await client_of({"demo": engine}).send(CHAT, BODY, ANNA)
+    assert raised.value.status == 503
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "status"),
+    [
+        (CHAT, BODY | {"model": "none"}, 404),
+        (CHAT, BODY | {"n": 1000}, 400),
+        (CHAT, BODY | {"max_tokens": 10}, 400),
+        (CHAT, BODY | {"model": "embed"}, 400),
+        (CHAT, BODY | {"vllm_xargs": {"a": [1] * 20_000}}, 400),
+        ("/generate", {"model": "demo", "prompts": []}, 400),
+    ],
+)
+async def test_a_row_is_held_to_the_limits_of_requests(endpoint: str, body: JSON, status: int) -> None:
+    client = client_of({"demo": Engine(answer()), "embed": Engine(answer())}, max_tokens=9)
+    with pytest.raises(RequestError) as raised:
+        await client.send(endpoint, body, ANNA)
+    assert raised.value.status == status
+
+
+async def test_generate_needs_no_model_where_one_is_served() -> None:
+    engine = Engine(answer(complete(PLAIN, b"{}")))
+    found = await client_of({"demo": engine}).send("/generate", {"prompts": ["x"]}, ANNA)
+    assert found.status == 200
+
+
+class Dying:
+    """Engines of which the first ones die of every row."""
+
+    def __init__(self, deaths: int) -> None:
+        self.left = deaths
+        self.running = self.most = 0
+
+    async def __call__(self, request: RelayRequest) -> AsyncGenerator[bytes, None]:
+        if self.left > 0:
+            self.left -= 1
+            raise EngineLostError
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(0)
+        self.running -= 1
+        yield complete(PLAIN, b"{}")
+
+
+async def test_a_row_survives_two_engines_and_no_third(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "BACKOFF_S", 0.0)
+    engine = Engine(Dying(2))
+    assert (await client_of({"demo": engine}).send(CHAT, BODY, ANNA)).status == 200
+    assert len(engine.requests) == 3
+    engine = Engine(Dying(3))
+    with pytest.raises(PoisonError):
+        await client_of({"demo": engine}).send(CHAT, BODY, ANNA)
+    assert len(engine.requests) == 3
+
+
+async def test_rows_that_lost_two_engines_run_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "BACKOFF_S", 0.0)
+    dying = Dying(10)
+    client = client_of({"demo": Engine(dying)})
+    answers = await asyncio.gather(*(client.send(CHAT, BODY, ANNA) for _ in range(5)))
+    assert [found.status for found in answers] == [200] * 5
+    assert dying.most == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(ReplicaUnavailableError("a"), 503), (ValueError("broken"), 500)]
+)
+async def test_an_error_of_the_handle_becomes_one_that_is_tried_again(
+    error: Exception, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine(answer(error))
+    with pytest.raises(RequestError) as raised:
+        await client_of({"demo": engine}).send(CHAT, BODY, ANNA)
+    assert raised.value.status == status
+    assert status in RETRYABLE
+    stacks = [record.exc_info[0] for record in caplog.records if record.exc_info]
+    assert stacks == ([ValueError] if status == 500 else [])
+
+
+class Stuck:
+    """An engine that doesn't answer."""
+
+    async def __call__(self, request: RelayRequest) -> AsyncGenerator[bytes, None]:
+        await asyncio.Event().wait()
+        yield b""
+
+
+async def test_a_row_that_is_at_an_engine_is_kept_as_text_only() -> None:
+    class Body(dict[str, Any]):
+        """A body that can be watched."""
+
+    body = Body(BODY)
+    watched = weakref.ref(body)
+    engine = Engine(Stuck())
+    sending = asyncio.create_task(client_of({"demo": engine}).send(CHAT, body, ANNA))
+    del body
+    async with asyncio.timeout(LIMIT_S):
+        await engine.asked.wait()
+    assert watched() is None
+    sending.cancel()
+    await asyncio.wait([sending])
+
+
+def test_the_engines_of_an_adapter_are_those_of_its_model() -> None:
+    adapted = {"id": "demo", "source": "x", "adapters": [{"source": "org/words", "id": "words"}]}
+    handles: Any = {"demo": Engine(answer())}
+    client = EngineClient(parse({"models": [adapted]}), handles, Health("llm", ["demo"]))
+    assert [client.base_of(name) for name in ("demo", "words", "unknown")] == ["demo", "demo", None]
+
+
+async def test_the_load_is_that_of_the_engines_that_have_rows(health: dict[str, ModelHealth]) -> None:
+    engines = {name: Engine(Stuck()) for name in ("demo", "other", "asleep", "unused")}
+    one = {"batcher": {"running": 2, "queue_depth": 3}}
+    engines["demo"].stats = engines["unused"].stats = [one, one]
+    engines["other"].stats = TimeoutError()
+    health |= {name: ModelHealth(2, False, "") for name in engines}
+    health["asleep"] = ModelHealth(0, True, "")
+    client = client_of(engines)
+    assert await client.load(None) is None
+    async with asyncio.TaskGroup() as group:
+        rows = [
+            group.create_task(client.send(CHAT, BODY | {"model": name}, ANNA))
+            for name in ("demo", "other", "asleep")
+        ]
+        async with asyncio.timeout(LIMIT_S):
+            await asyncio.gather(*(engines[name].asked.wait() for name in ("demo", "other", "asleep")))
+        assert await client.load(None) == EngineLoad(4, 6)
+        assert engines["asleep"].broadcasts == engines["unused"].broadcasts == []
+        assert await client.load("demo") == EngineLoad(4, 6)
+        assert await client.load("other") is None
+        health["demo"] = ModelHealth(0, True, "")
+        assert await client.load(None) is None
+        for task in rows:
+            task.cancel()
+    health["demo"] = ModelHealth(2, False, "")
+    assert await client.load(None) is None
+    engines["demo"].answering = answer(complete(PLAIN, b"{}"))
+    await client.send(CHAT, BODY, ANNA)
+    # Rows that were answered meanwhile count: they may take less time than there is between two looks.
+    assert await client.load(None) == EngineLoad(4, 6)
+    assert await client.load(None) is None

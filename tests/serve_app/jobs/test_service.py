@@ -1,0 +1,318 @@
+"""The parts together, opened and closed as the deployment does it."""
+
+import asyncio
+import re
+import sqlite3
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from pydantic_core import from_json, to_json
+
+from serve_app.api.protocol import JSON
+from serve_app.api.scheduling import Scheduling
+from serve_app.jobs import service as service_module
+from serve_app.jobs.errors import DatabaseError, HeldError, StoreError
+from serve_app.jobs.forecast import DAY_S, Hour
+from serve_app.jobs.service import BatchService
+from serve_app.relay.frame import unpack
+from serve_app.relay.request import RelayRequest
+from serve_app.settings.batches import BatchesSettings
+from tests.progress import STILL_S
+from tests.serve_app.jobs.engine import Engine
+from tests.serve_app.jobs.helpers import CHAT, batch_of, commits, opened, put, row, text_of
+
+LIMIT_S = STILL_S
+
+
+@asynccontextmanager
+async def running(folder: Path, engine: Engine) -> AsyncIterator[BatchService]:
+    service = await BatchService.open(BatchesSettings(folder=str(folder)), engine, {"demo"})
+    try:
+        yield service
+    finally:
+        await service.close(5.0)
+
+
+async def get(service: BatchService, path: str) -> bytes:
+    messages = service.relay(RelayRequest("GET", path, b"", [], b""))
+    return b"".join([unpack(message).body async for message in messages])
+
+
+def fill(folder: Path, *rows: JSON | bytes, hours: int = 10**7) -> None:
+    """Leave a folder as a process does that was killed before its batch began."""
+    store, content = opened(folder)
+    put(store, content, "file-in", text_of(*rows), "default")
+    ends = int(time.time()) + hours * 3600
+    store.add_batch(batch_of("batch_1", "file-in", "default", expires_at=ends), 1)
+    store.close()
+
+
+async def test_a_start_goes_on_with_what_is_there(tmp_path: Path) -> None:
+    fill(tmp_path, row("a"), row("b"))
+    store, content = opened(tmp_path)
+    store.note_content("file-orphan")
+    content.append("file-orphan", 0, b"x")
+    store.close()
+    engine = Engine()
+    with commits() as committed:
+        async with running(tmp_path, engine) as service, asyncio.timeout(LIMIT_S):
+            while b'"status":"completed"' not in await get(service, "/v1/batches/batch_1"):
+                await committed.wait()
+                committed.clear()
+            service.check()
+    assert engine.final == {"a": 1, "b": 1}
+    assert not (tmp_path / "files" / "file-orphan").exists()
+
+
+async def test_the_weight_of_a_relayed_request_reaches_the_engines(tmp_path: Path) -> None:
+    engine = Engine()
+    store, content = opened(tmp_path)
+    put(store, content, "file-in", text_of(row("a")), "anna")
+    store.close()
+    fields = {"input_file_id": "file-in", "endpoint": CHAT, "completion_window": "24h"}
+    request = RelayRequest("POST", "/v1/batches", b"", [], to_json(fields), Scheduling(1, "anna", weight=3.0))
+    async with running(tmp_path, engine) as service, asyncio.timeout(LIMIT_S):
+        head = unpack(await anext(service.relay(request))).head
+        assert head is not None
+        assert head.status == 200
+        await engine.until(lambda: engine.weights == {"anna": 3.0})
+
+
+async def test_a_start_goes_on_where_a_content_can_not_be_deleted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, _ = opened(tmp_path)
+    store.note_content("left")
+    store.close()
+    # A folder is no content that could be deleted.
+    (tmp_path / "files" / "left").mkdir()
+    async with running(tmp_path, Engine()) as service:
+        service.check()
+    assert "contents without a file can't be deleted before the next start" in caplog.text
+    store, _ = opened(tmp_path)
+    assert store.noted_contents() == ["left"]
+    store.close()
+
+
+async def test_a_folder_in_use_is_waited_for(tmp_path: Path) -> None:
+    store, _ = opened(tmp_path)
+    settings = BatchesSettings(folder=str(tmp_path))
+    with pytest.raises(HeldError, match="another process has these batches open"):
+        await BatchService.open(settings, Engine(), {"demo"}, held_s=0.0)
+    opening = asyncio.ensure_future(BatchService.open(settings, Engine(), {"demo"}))
+    await asyncio.sleep(0)
+    store.close()
+    async with asyncio.timeout(LIMIT_S):
+        await (await opening).close(1.0)
+
+
+async def test_a_database_that_is_down_is_waited_for_and_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(service_module, "POLL_S", 0.0)
+    errors = ["refused", "refused", "starting up", "starting up", "starting up"]
+
+    def place() -> Path:
+        if errors:
+            raise DatabaseError(errors.pop(0))
+        return tmp_path
+
+    async with asyncio.timeout(LIMIT_S):
+        (await service_module._open_store(place, 2 * LIMIT_S)).close()
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("WARNING", "batches: refused; waiting"),
+        ("WARNING", "batches: starting up; waiting"),
+    ]
+
+
+async def test_a_database_that_can_never_work_is_not_waited_for(tmp_path: Path) -> None:
+    def no_database(path: Path) -> None:
+        path.write_bytes(b"not a database, by far" * 100)
+
+    def without_tables(path: Path) -> None:
+        with sqlite3.connect(path) as db:
+            db.execute("PRAGMA user_version = 1")
+
+    def torn(path: Path) -> None:
+        opened(path.parent)[0].close()
+        data = bytearray(path.read_bytes())
+        data[100:200] = b"x" * 100
+        path.write_bytes(data)
+
+    for make in (no_database, without_tables, torn):
+        folder = tmp_path / make.__name__
+        folder.mkdir()
+        make(folder / "batches.db")
+        with pytest.raises(DatabaseError, match=r"batches\.db: "):
+            async with asyncio.timeout(LIMIT_S):
+                await BatchService.open(BatchesSettings(folder=str(folder)), Engine(), {"demo"})
+
+
+async def test_rows_in_flight_at_the_end_are_sent_by_the_next_process(tmp_path: Path) -> None:
+    fill(tmp_path, row("a"))
+    stuck = Engine()
+    stuck.go.clear()
+    async with asyncio.timeout(LIMIT_S):
+        service = await BatchService.open(BatchesSettings(folder=str(tmp_path)), stuck, {"demo"})
+        await stuck.until(lambda: stuck.running == 1)
+        await service.close(0.0)
+        assert stuck.running == 0
+        engine = Engine()
+        async with running(tmp_path, engine):
+            await engine.until(lambda: engine.tries["a"] == 1)
+
+
+async def test_a_runner_that_has_failed_is_unhealthy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(self: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr("serve_app.jobs.runner.Runner.run", fail)
+    async with running(tmp_path, Engine()) as service:
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="broken"):
+            service.check()
+
+
+async def test_statistics_follow_the_rows(tmp_path: Path) -> None:
+    fill(tmp_path, row("a"), row("bad"), row("c"))
+    engine = Engine(lambda id: 400 if id == "bad" else 200)
+    engine.go.clear()
+    with commits() as committed:
+        async with running(tmp_path, engine) as service, asyncio.timeout(LIMIT_S):
+            await engine.until(lambda: engine.running == 3)
+            stats = await service.stats()
+            assert stats["batches"] == {"validating": 0, "in_progress": 1, "finalizing": 0, "cancelling": 0}
+            assert stats["rows"] == {"waiting": 0, "in_flight": 3, "completed": 0, "failed": 0}
+            assert (stats["files"], stats["eta_s"], stats["late"]) == (1, None, 0)
+            engine.go.set()
+            while (stats := await service.stats())["batches"]["in_progress"] or stats["files"] < 3:
+                await committed.wait()
+                committed.clear()
+            assert stats["rows"] == {"waiting": 0, "in_flight": 0, "completed": 2, "failed": 1}
+            assert (stats["oldest_s"], stats["rows_per_s"]) == (0, 0)
+
+
+def slow(folder: Path) -> None:
+    """Leave a folder as a process does whose engines took their time with some batches, in each hour."""
+    store, content = opened(folder)
+    now = int(time.time())
+    store.keep_capacity("demo", [Hour(hour, 6.0, 600.0, now, 0.001) for hour in range(24)])
+    put(store, content, "file-past", text_of(row("x")), "default")
+    ended = {"state": "completed", "model": "demo", "total": 20, "completed": 20, "created_at": now - DAY_S}
+    work = {"work": 20 * 500.0, "output_tokens": 20 * 499}
+    for number in range(9):
+        store.add_batch(batch_of(f"past_{number}", "file-past", "default", **ended, **work), 100)
+    store.close()
+
+
+async def test_a_batch_that_will_be_late_says_so_at_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow(tmp_path)
+    fill(tmp_path, row("a"), row("b"), hours=1)
+    engine = Engine()
+    engine.go.clear()
+    async with running(tmp_path, engine) as service, asyncio.timeout(LIMIT_S):
+        await engine.until(lambda: engine.running == 2)
+        batch: JSON = {}
+        while "warnings" not in batch:
+            batch = from_json(await get(service, "/v1/batches/batch_1"))
+        assert "about 2 of its 2 rows would not be run" in batch["warnings"][0]
+        assert "the shortest completion_window that holds from now on is" in batch["warnings"][0]
+        assert (batch["status"], batch["errors"]) == ("in_progress", None)
+        listed = from_json(await get(service, "/v1/batches"))["data"]
+        assert listed[0]["warnings"] == batch["warnings"]
+        stats = await service.stats()
+        assert (stats["late"], stats["unsure"]) == (1, 0)
+        engine.go.set()
+    assert caplog.text.count("batch_1: At the rate that live traffic has left to batches of late") == 1
+
+
+async def create(service: BatchService, window: str) -> tuple[int, JSON]:
+    """Return the status and the body of the answer to a new batch of `file-in`."""
+    fields = {"input_file_id": "file-in", "endpoint": CHAT, "completion_window": window}
+    request = RelayRequest("POST", "/v1/batches", b"", [], to_json(fields))
+    pieces = [unpack(message) async for message in service.relay(request)]
+    assert pieces[0].head is not None
+    return pieces[0].head.status, from_json(b"".join(piece.body for piece in pieces))
+
+
+@asynccontextmanager
+async def slowly_running(
+    folder: Path, deadlines: Literal["warn", "refuse"]
+) -> AsyncIterator[tuple[BatchService, Engine]]:
+    """Open a folder with `file-in` and a known rate; no row is answered."""
+    slow(folder)
+    store, content = opened(folder)
+    put(store, content, "file-in", text_of(row("a"), row("b")), "default")
+    store.close()
+    engine = Engine()
+    engine.go.clear()
+    settings = BatchesSettings(folder=str(folder), deadlines=deadlines)
+    async with asyncio.timeout(LIMIT_S):
+        service = await BatchService.open(settings, engine, {"demo"})
+        try:
+            yield service, engine
+        finally:
+            await service.close(0.0)
+
+
+def promises(folder: Path) -> list[bool]:
+    """Return of each open batch whether it was promised."""
+    store, _ = opened(folder)
+    found = [batch.promised for batch in store.open_batches()]
+    store.close()
+    return found
+
+
+def shortest(message: str) -> int:
+    """Return the hours of the shortest window that a message names."""
+    (hours,) = re.findall(r'the shortest completion_window that holds from now on is "(\d+)h"', message)
+    return int(hours)
+
+
+async def test_a_new_batch_that_will_be_late_is_refused_with_the_window_that_holds(tmp_path: Path) -> None:
+    async with slowly_running(tmp_path, "refuse") as (service, engine):
+        status, answer = await create(service, "1h")
+        error = answer["error"]
+        assert (status, error["type"], error["param"]) == (
+            400,
+            "invalid_request_error",
+            "completion_window",
+        )
+        assert "after the end of its completion_window" in error["message"]
+        status, answer = await create(service, f"{shortest(error['message'])}h")
+        assert (status, answer.get("warnings")) == (200, None)
+        await engine.until(lambda: engine.running == 2)
+    assert promises(tmp_path) == [True]
+
+
+async def test_a_new_batch_that_will_be_late_is_warned_of(tmp_path: Path) -> None:
+    async with slowly_running(tmp_path, "warn") as (service, _):
+        status, answer = await create(service, "1h")
+        assert status == 200
+        (message,) = answer["warnings"]
+        assert "after the end of its completion_window" in message
+        # The next one waits for what the first one has done until its window ends.
+        status, answer = await create(service, f"{shortest(message) + 24}h")
+        assert (status, answer.get("warnings")) == (200, None)
+    assert promises(tmp_path) == [False, True]
+
+
+async def test_what_fits_is_promised_to_one_of_two_that_come_at_once(tmp_path: Path) -> None:
+    async with slowly_running(tmp_path, "refuse") as (service, _):
+        window = f"{shortest((await create(service, '1h'))[1]['error']['message'])}h"
+        async with asyncio.TaskGroup() as group:
+            made = [group.create_task(create(service, window)) for _ in range(2)]
+        assert min(task.result()[0] for task in made) == 200
+    assert promises(tmp_path).count(True) == 1
+
+
+async def test_a_missing_variable_with_the_database_is_told(tmp_path: Path) -> None:
+    settings = BatchesSettings(folder=str(tmp_path), database_env="SATURATE_NO_SUCH_VARIABLE")
+    with pytest.raises(StoreError, match="has no variable SATURATE_NO_SUCH_VARIABLE"):
+        await BatchService.open(settings, Engine(), {"demo"})

@@ -1,0 +1,224 @@
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from serve_app.jobs.errors import (
+    DatabaseError,
+    InUseError,
+    NotFoundError,
+    StateError,
+    StoreError,
+    TooManyError,
+)
+from serve_app.jobs.models import Counts
+from serve_app.jobs.store import Store
+from tests.serve_app.jobs.conftest import Place
+from tests.serve_app.jobs.helpers import DAY_S, NOW, batch_of, content_ids, file_of
+
+
+@pytest.fixture
+def store(place: Place) -> Iterator[Store]:
+    store = Store(place())
+    store.add_file(file_of("in"))
+    yield store
+    store.close()
+
+
+def reopened(store: Store, place: Place) -> Store:
+    store.close()
+    return Store(place())
+
+
+def test_files_and_batches_are_there_after_a_restart(store: Store, place: Place) -> None:
+    batch = batch_of("b", "in", metadata={"a": "ü"}, model="demo")
+    store.add_batch(batch, 1)
+    again = reopened(store, place)
+    assert again.file("anna", "in") == file_of("in")
+    assert again.batch("b") == batch
+    again.close()
+
+
+def test_one_process_has_a_store_open(store: Store, place: Place) -> None:
+    with pytest.raises(StoreError, match="another process"):
+        Store(place())
+
+
+def test_the_latest_weight_holds_for_the_open_batches_of_a_tenant(store: Store) -> None:
+    store.add_file(file_of("other", "ben"))
+    store.add_batch(batch_of("ended", "in", weight=1.0), 9)
+    store.end("ended", "failed", NOW)
+    store.add_batch(batch_of("a", "in", weight=1.0), 9)
+    store.add_batch(batch_of("ben", "other", "ben", weight=1.0), 9)
+    store.add_batch(batch_of("b", "in", weight=4.0), 9)
+    store.add_batch(batch_of("c", "in"), 9)
+    weights = {id: store.batch(id).weight for id in ("ended", "a", "ben", "b", "c")}
+    assert weights == {"ended": 1.0, "a": 4.0, "ben": 1.0, "b": 4.0, "c": None}
+
+
+def test_a_tenant_sees_its_own_only(store: Store) -> None:
+    store.add_batch(batch_of("b", "in"), 1)
+    for look in (
+        lambda: store.file("ben", "in"),
+        lambda: store.batch("b", "ben"),
+        lambda: store.remove_file("ben", "in"),
+        lambda: store.add_batch(batch_of("c", "in", tenant="ben"), 1),
+        lambda: store.files("ben", after="in"),
+    ):
+        with pytest.raises(NotFoundError):
+            look()
+    assert store.files("ben").items == []
+    assert store.batches("ben").items == []
+
+
+def test_a_name_with_a_nul_is_no_failure_of_the_database(store: Store) -> None:
+    store.add_file(file_of("a", filename="x\0y.jsonl"))
+    assert store.file("anna", "a").filename in ("x\0y.jsonl", "x\ufffdy.jsonl")
+    for look in (lambda: store.file("anna", "\0"), lambda: store.batches("anna", after="\0")):
+        with pytest.raises(NotFoundError):
+            look()
+
+
+def test_the_bytes_of_a_tenant_are_limited(store: Store) -> None:
+    store.add_file(file_of("a", size=9), 10)
+    with pytest.raises(TooManyError):
+        store.add_file(file_of("b", size=1), 10)
+    store.add_file(file_of("c", tenant="ben", size=10), 10)
+    store.remove_file("anna", "in")
+    store.add_file(file_of("b", size=1), 10)
+
+
+def test_the_files_of_a_tenant_are_limited(store: Store) -> None:
+    store.add_file(file_of("result", purpose="batch_output"), max_files=2)
+    store.add_file(file_of("a"), max_files=2)
+    with pytest.raises(TooManyError, match="2 files, which is the limit"):
+        store.add_file(file_of("b"), max_files=2)
+    store.add_file(file_of("c", tenant="ben"), max_files=2)
+    store.remove_file("anna", "a")
+    store.add_file(file_of("b"), max_files=2)
+
+
+def test_pages_of_files(store: Store) -> None:
+    for number in range(5):
+        store.add_file(file_of(f"f{number}", purpose="batch_output"))
+    first = store.files("anna", limit=2, purpose="batch_output")
+    assert ([file.id for file in first.items], first.has_more) == (["f4", "f3"], True)
+    last = store.files("anna", limit=3, after="f3", purpose="batch_output")
+    assert ([file.id for file in last.items], last.has_more) == (["f2", "f1", "f0"], False)
+    up = store.files("anna", order="asc", after="f2")
+    assert [file.id for file in up.items] == ["f3", "f4"]
+
+
+def test_pages_of_batches(store: Store) -> None:
+    for number in range(3):
+        store.add_batch(batch_of(f"b{number}", "in"), 3)
+    first = store.batches("anna", limit=2)
+    assert ([batch.id for batch in first.items], first.has_more) == (["b2", "b1"], True)
+    last = store.batches("anna", limit=2, after="b1")
+    assert ([batch.id for batch in last.items], last.has_more) == (["b0"], False)
+
+
+def test_the_open_batches_of_a_tenant_are_limited(store: Store) -> None:
+    store.add_batch(batch_of("b0", "in"), 1)
+    with pytest.raises(TooManyError):
+        store.add_batch(batch_of("b1", "in"), 1)
+    store.end("b0", "failed", NOW)
+    store.add_batch(batch_of("b1", "in"), 1)
+
+
+def test_the_oldest_ended_batches_of_a_tenant_make_space_for_new_ones(store: Store) -> None:
+    store.add_file(file_of("other", "ben"))
+    store.add_batch(batch_of("ben", "other", "ben"), 9, 3)
+    store.end("ben", "failed", NOW)
+    assert store.add_batch(batch_of("open", "in"), 9, 3) == []
+    for id in ("a", "b"):
+        assert store.add_batch(batch_of(id, "in"), 9, 3) == []
+        store.finish(store.move(id, "in_progress", NOW, total=2), [1, 2], Counts(1, 1, 0, 10, 5))
+        store.move(id, "finalizing", NOW)
+        store.end(id, "completed", NOW)
+    store.remove_file("anna", "file-b-out")
+    found = [store.add_batch(batch_of(id, "in"), 9, 3) for id in ("c", "d", "e")]
+    assert [set(ids) for ids in found] == [{"file-a-out", "file-a-err"}, {"file-b-err"}, set()]
+    assert {batch.id for batch in store.batches("anna").items} == {"open", "c", "d", "e"}
+    assert [batch.id for batch in store.batches("ben").items] == ["ben"]
+    assert {"file-a-out", "file-b-err"}.isdisjoint(content_ids(store))
+
+
+def test_a_batch_takes_the_ways_of_the_table_only(store: Store) -> None:
+    store.add_batch(batch_of("b", "in"), 1)
+    moved = store.move("b", "in_progress", NOW + 1, total=3, model="demo", work=7.5)
+    assert (moved.state, moved.in_progress_at, moved.total, moved.model) == (
+        "in_progress",
+        NOW + 1,
+        3,
+        "demo",
+    )
+    store.move("b", "cancelling", NOW + 2)
+    with pytest.raises(StateError, match="cancelling can't become finalizing"):
+        store.move("b", "finalizing", NOW + 3)
+    store.end("b", "cancelled", NOW + 3)
+    with pytest.raises(StateError):
+        store.end("b", "cancelled", NOW + 4)
+    assert store.batch("b").cancelled_at == NOW + 3
+    assert store.open_batches() == []
+
+
+def test_rows_are_committed_once(store: Store) -> None:
+    store.add_batch(batch_of("b", "in"), 1)
+    before = store.move("b", "in_progress", NOW, total=3)
+    after = store.finish(before, [1, 3], Counts(1, 1, 0, 10, 20))
+    assert (after.completed, after.failed, after.output_bytes, after.error_bytes) == (1, 1, 10, 20)
+    assert store.finished("b", 1, 2) == {1}
+    with pytest.raises(DatabaseError):
+        store.finish(after, [3], Counts(1, 0, 0, 10, 0))
+    with pytest.raises(AssertionError, match="two writers"):
+        store.finish(before, [2], Counts(1, 0, 0, 10, 0))
+    assert store.batch("b") == after
+    assert store.finished("b", 1, 3) == {1, 3}
+    assert store.finished_of("b", [3, 2]) == {3}
+
+
+def test_the_results_of_a_batch_that_ended_are_files(store: Store) -> None:
+    store.add_batch(batch_of("b", "in"), 1)
+    before = store.move("b", "in_progress", NOW, total=1)
+    store.finish(before, [1], Counts(1, 0, 0, 10, 0))
+    store.move("b", "finalizing", NOW)
+    assert {"file-b-out", "file-b-err"} <= content_ids(store)
+    store.end("b", "completed", NOW + 5)
+    file = store.file("anna", "file-b-out")
+    assert (file.bytes, file.purpose, file.expires_at) == (10, "batch_output", NOW + 5 + DAY_S)
+    assert content_ids(store) == {"in", "file-b-out"}
+    assert store.finished("b", 1, 1) == set()
+
+
+def test_a_file_that_an_open_batch_reads_stays(store: Store) -> None:
+    store.add_file(dataclasses.replace(file_of("old"), expires_at=NOW))
+    store.add_file(dataclasses.replace(file_of("read"), expires_at=NOW))
+    store.add_batch(batch_of("b", "read"), 1)
+    assert store.remove_expired(NOW) == ["old"]
+    with pytest.raises(InUseError):
+        store.remove_file("anna", "read")
+    store.end("b", "failed", NOW)
+    store.remove_file("anna", "read")
+    with pytest.raises(NotFoundError):
+        store.file("anna", "read")
+
+
+@pytest.mark.parametrize("left", [None, b""])
+def test_contents_beside_a_database_that_is_missing_or_empty_are_not_taken_for_none(
+    left: bytes | None, tmp_path: Path
+) -> None:
+    Store(tmp_path).close()
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "file-1").write_bytes(b"{}")
+    for file in tmp_path.glob("batches.db*"):
+        file.unlink()
+    if left is not None:
+        (tmp_path / "batches.db").write_bytes(left)
+    # Each start says it, not the first one alone.
+    for _ in range(2):
+        with pytest.raises(StoreError, match=r"batches\.db: it is missing or empty"):
+            Store(tmp_path)
+    (tmp_path / "files" / "file-1").unlink()
+    Store(tmp_path).close()

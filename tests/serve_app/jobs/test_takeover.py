@@ -1,0 +1,105 @@
+"""A process that lost its lock, beside the one that has taken over the batches."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from serve_app.jobs.errors import DatabaseError, FencedError
+from serve_app.jobs.forecast import Hour
+from serve_app.jobs.models import Counts
+from serve_app.jobs.service import BatchService
+from serve_app.jobs.store import Store
+from serve_app.settings.batches import BatchesSettings
+from tests.progress import STILL_S
+from tests.serve_app.jobs.conftest import Place
+from tests.serve_app.jobs.engine import Engine
+from tests.serve_app.jobs.helpers import NOW, batch_of, file_of, lose_lock, opened
+
+CHANGES: dict[str, Callable[[Store], object]] = {
+    "note_content": lambda store: store.note_content("x"),
+    "forget_contents": lambda store: store.forget_contents(["noted"]),
+    "add_file": lambda store: store.add_file(file_of("x")),
+    "remove_file": lambda store: store.remove_file("anna", "free"),
+    "remove_expired": lambda store: store.remove_expired(NOW * 2),
+    "remove_excess": lambda store: store.remove_excess(0),
+    "add_batch": lambda store: store.add_batch(batch_of("x", "in"), 9),
+    "remove_expired_batches": lambda store: store.remove_expired_batches(NOW * 2, 0),
+    "keep_capacity": lambda store: store.keep_capacity("demo", [Hour(7)]),
+    "move": lambda store: store.move("b", "cancelling", NOW),
+    "end": lambda store: store.end("b", "failed", NOW),
+    "batch_to_write": lambda store: store.batch_to_write("b"),
+    "finish": lambda store: store.finish(store.batch("b"), [1], Counts(1, 0, 0, 5, 0)),
+    "open_batches": lambda store: store.open_batches(),
+}
+"""All calls that a store refuses once it was taken over."""
+
+
+def taken_over(place: Place) -> tuple[Store, Store]:
+    """Return a store with a file and a batch, which has lost its lock, and the one that has it now."""
+    first = Store(place())
+    first.add_file(file_of("in"))
+    first.add_file(file_of("free"))
+    first.note_content("noted")
+    first.add_batch(batch_of("b", "in"), 9)
+    lose_lock(first._database)
+    return first, Store(place())
+
+
+def test_each_owner_has_a_higher_epoch(place: Place) -> None:
+    epochs = []
+    for now in (5.0, 9.5, 1.0, 1.0):
+        store = Store(place(), clock=lambda now=now: now)  # type: ignore[misc]
+        epochs.append(store.epoch)
+        store.close()
+    assert epochs == [5, 9, 10, 11]
+
+
+@pytest.mark.parametrize("call", CHANGES)
+def test_a_store_that_was_taken_over_changes_nothing(call: str, tmp_path: Path) -> None:
+    first, second = taken_over(lambda: tmp_path)
+    with pytest.raises(FencedError, match="taken over"):
+        CHANGES[call](first)
+    assert second.batch("b") == first.batch("b") == batch_of("b", "in")
+    assert second.noted_contents() == ["noted"]
+    assert [file.id for file in second.files("anna").items] == ["free", "in"]
+    assert not second.capacity()
+    CHANGES[call](second)
+    for store in (first, second):
+        store.close()
+
+
+def test_a_connection_that_was_replaced_is_told(postgres_place: Place) -> None:
+    first, second = taken_over(postgres_place)
+    # The lock is the other one's, and so is the batch.
+    with pytest.raises(DatabaseError):
+        first.move("b", "cancelling", NOW)
+    with pytest.raises(DatabaseError, match="another process"):
+        first.move("b", "cancelling", NOW)
+    with pytest.raises(FencedError):
+        first.open_batches()
+    second.close()
+    with pytest.raises(FencedError):
+        first.move("b", "cancelling", NOW)
+    first.close()
+
+
+async def test_a_service_that_was_taken_over_stops(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR, "ray.serve")
+    service = await BatchService.open(BatchesSettings(folder=str(tmp_path)), Engine(), {"demo"})
+    service.check()
+    lose_lock(service._store._database)
+    store, _ = opened(tmp_path)
+    service._runner.notice()
+    async with asyncio.timeout(STILL_S):
+        await asyncio.wait([service._running])
+    with pytest.raises(BaseExceptionGroup) as ended:
+        service.check()
+    assert ended.group_contains(FencedError)
+    (message,) = [one.getMessage() for one in caplog.records if one.name == "ray.serve"]
+    assert "another process has taken over these batches" in message
+    await service.close(1.0)
+    assert store.open_batches() == []
+    store.close()
