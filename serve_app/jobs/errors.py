@@ -33,5 +33,13 @@ class StateError(Exception):
     """A batch can't go from its state into another one."""
 
 
-class ContentLostError(Exception):
+class RunError(Exception):
+    """A run can't go on; the message says why."""
+
+
+class ContentLostError(RunError):
     """Content that the store knows isn't on the disk."""
+
+
+class GaveUpError(RunError):
+    """The service failed at every try."""

@@ -1,73 +1,41 @@
-"""Runs batches: reads their rows, sends them to the engines, and records the results."""
+"""Gives rows of batches and datasets their places at the engines, sends them, and records their results."""
 
 import asyncio
 import logging
 import threading
-import time
-from collections import Counter
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import ParamSpec, TypeVar
+from types import TracebackType
+from typing import ParamSpec, Self, TypeVar
 
-from serve_app.api.errors import RequestError
-from serve_app.jobs.content import Contents
-from serve_app.jobs.errors import ContentLostError, DatabaseError, NotFoundError, StateError
-from serve_app.jobs.forecast import LATEST_S, Demand, Outlook, Profile, Queue, Verdict, in_order
-from serve_app.jobs.intake import batch_error, sketch, validate
-from serve_app.jobs.key_rules import KeyRules
-from serve_app.jobs.models import Batch, State
-from serve_app.jobs.pacing import BINDING, Auto, Backoff, Clock, Concurrency, Meter, Rate
-from serve_app.jobs.plan import TOGETHER, plan_id, unsent
-from serve_app.jobs.rows import Client, Result, Row, together, work_of
-from serve_app.jobs.scheduler import OpenBatch, Places
+from serve_app.jobs.errors import DatabaseError, RunError
+from serve_app.jobs.pacing import BINDING, Auto, Backoff, Concurrency, Rate
+from serve_app.jobs.rows import Client, Result, Row
+from serve_app.jobs.scheduler import Places, Run
 from serve_app.jobs.sender import Sender
-from serve_app.jobs.storage import close, give_up, record, remove_expired
-from serve_app.jobs.store import Store
-from serve_app.system.waiting import wait_for_event
 
 logger = logging.getLogger("ray.serve")
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Done = tuple[OpenBatch, Row, Result]
+Done = tuple[Run, Row, Result]
 """A row that has its result."""
 
-KEY_ENDED = {"removed": "was removed", "disabled": "is disabled", "expired": "has expired"}
-"""Ends of an API key, in words."""
-
-LOW_ROWS = 64
-"""Rows in memory below which more are read."""
-
-KEY_GONE_S = 5.0
-"""Seconds after which a key that holds no more ends its batches: an editor may write the keys file in two
-steps, and the Ingress may read it before this process."""
-
-SAVE_S = 60.0
-"""Seconds between two times at which what the engines have room for is stored."""
-
-WARN_S = 10.0
-"""Seconds between two forecasts of the same batches."""
-
-NEW_WARNINGS = 8
-"""Batches for which the shortest window is looked for at once: it takes some milliseconds."""
-
-TIDY_S = 600.0
-"""Seconds between two deletions of files and batches whose time is over."""
+Paced = Callable[[str | None, bool], None]
+"""Takes a model, or None for several, and whether its engines had all rows that they have room for."""
 
 
 @dataclass(slots=True, eq=False)
 class ModelRows:
-    """The rows of all batches at the engines of one model, apart from those of the others.
+    """The rows of all runs at the engines of one model, apart from those of the others.
 
-    So a model that is slow or asleep holds up no batch of another.
+    So a model that is slow or asleep holds up no run of another.
 
     Attributes:
         concurrency: Limit on the rows that have a place, and on those of each tenant in flight.
         places: The places of the rows.
         sender: Sends the rows.
-        meter: Measures what the engines have room for.
-        rate: Rows that got their results.
         full: Whether rows had about all places when places were given last.
         pacing: The task that adapts the limit to the load of the engines, while rows are in flight.
     """
@@ -75,98 +43,94 @@ class ModelRows:
     concurrency: Concurrency
     places: Places
     sender: Sender
-    meter: Meter
-    rate: Rate = field(default_factory=Rate)
     full: bool = False
     pacing: asyncio.Task[None] | None = None
 
 
 class Runner:
-    """Runs all open batches of a store.
+    """Sends the rows of runs, and records their results in groups.
 
-    Batches of a tenant for one model go by their deadlines; the next one begins when all rows of the one
-    before are taken. Rows that were taken stay where they are when a batch with an earlier deadline comes.
-    Batches for another model go beside them. The rows of a batch that has several models are treated as those
-    of a model of its own. Which rows are at the engines, `Places` decides.
+    A host reads rows into the runs, and calls `fill` whenever something has changed. The tasks of the rows
+    live in the context of the runner. Its end waits for the rows in flight; a cancellation ends them without
+    results.
 
     Args:
-        store: The state.
-        content: The contents.
         client: The engines.
-        rules: Models and limits of the batches, by the keys that created them.
         concurrency: Returns the limit on rows of a model that have a place, and on those of each tenant in
             flight.
         backoff: Waits between the tries of a row.
         retries: Failures of a row before it is given up; see `Sender`.
+        patient: Whether an outage is waited out; see `Sender`.
         max_bytes: Most bytes of input lines of a model in flight, but for one line of each tenant.
-        row_timeout_s: Seconds after which a try has failed.
-        tick_s: Seconds between two looks at deadlines.
+        row_timeout_s: Seconds after which a try has failed; None: never.
         gather_s: Seconds for which results are gathered, to be recorded together.
-        key_gone_s: Seconds after which a key that holds no more ends its batches.
-        clock: Seconds since the epoch.
+        again_s: Seconds after which results that can't be recorded are recorded again.
+        changed: Called when something may be begun.
+        paced: Called after each look at the load of the engines.
 
     Attributes:
         rate: Rows that got their results here.
         failed: Those of them that are errors.
-        warnings: Messages about batches that may not end within their windows, by id.
-        verdicts: Open batches by what is known of their windows.
+        unwritten: Whether results can't be recorded now.
     """
 
     def __init__(
         self,
-        store: Store,
-        content: Contents,
         client: Client,
-        rules: KeyRules,
         *,
         concurrency: Callable[[], Concurrency] = Auto,
         backoff: Backoff | None = None,
         retries: int = 8,
+        patient: bool = True,
         max_bytes: int = 64 << 20,
-        row_timeout_s: float = 1800.0,
-        tick_s: float = 1.0,
+        row_timeout_s: float | None = 1800.0,
         gather_s: float = 0.0,
-        key_gone_s: float = KEY_GONE_S,
-        clock: Clock = time.time,
+        again_s: float = 1.0,
+        changed: Callable[[], None],
+        paced: Paced = lambda base, busy: None,
     ) -> None:
         self.rate = Rate()
         self.failed = 0
-        self.warnings: dict[str, str] = {}
-        self.verdicts: Counter[Verdict] = Counter()
-        self._profiles = {model: Profile(hours) for model, hours in store.capacity().items()}
-        self._unsaved: set[str] = set()
-        self._latest: list[Batch] = []
-        self._forecast_at = float("-inf")
-        self._forecast_of: set[tuple[str, State]] = set()
-        self._told: set[tuple[str, Verdict]] = set()
-        self._shortest: dict[str, str] = {}
-        self._store = store
-        self._content = content
+        self.unwritten = False
         self._client = client
-        self._rules = rules
         self._concurrency = concurrency
         self._backoff = backoff or Backoff()
         self._retries = retries
+        self._patient = patient
         self._max_bytes = max_bytes
         self._row_timeout_s = row_timeout_s
-        self._tick_s = tick_s
         self._gather_s = gather_s
-        self._key_gone_s = key_gone_s
-        self._clock = clock
-        self._open: dict[str, OpenBatch] = {}
+        self._again_s = again_s
+        self._changed = changed
+        self._paced = paced
+        self._models: dict[str | None, ModelRows] = {}
         self._results: list[Done] = []
         self._failed_writes: list[Done] = []
-        self._unwritten = False
         self._to_write = asyncio.Event()
-        self._changed = asyncio.Event()
-        self._models: dict[str | None, ModelRows] = {}
-        self._stale = True
-        self._stopping = False
         self._group = asyncio.TaskGroup()
+        self._writing: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        await self._group.__aenter__()
+        self._writing = self._group.create_task(self._write())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None and not self.in_flight:
+            # Otherwise the group cancels them itself.
+            for task in [self._writing, *(model.pacing for model in self._models.values())]:
+                if task is not None:
+                    task.cancel()
+        await self._group.__aexit__(kind, error, trace)
 
     @property
     def in_flight(self) -> int:
-        """Rows that were taken and have no committed result."""
+        """Rows that were taken and have no recorded result."""
         return sum(model.places.in_flight for model in self._models.values())
 
     @property
@@ -174,215 +138,68 @@ class Runner:
         """Rows that may have a place now, at the engines of all models that had some."""
         return sum(model.concurrency.limit for model in self._models.values())
 
-    def notice(self) -> None:
-        """Look at the store again: a batch was added or cancelled."""
-        self._stale = True
-        self._changed.set()
+    @property
+    def retried(self) -> int:
+        """Tries after the first of a row."""
+        return sum(model.sender.retried for model in self._models.values())
 
-    def stop(self) -> None:
-        """Send no more rows. `run` returns when those in flight are recorded."""
-        self._stopping = True
-        for one in self._open.values():
-            self._model(one.base).places.stop(one)
-        self._changed.set()
+    @property
+    def trouble(self) -> str:
+        """Message of a failure after which no row of its model was answered; empty: there is none."""
+        return next((model.sender.trouble for model in self._models.values() if model.sender.trouble), "")
 
-    async def run(self) -> None:
-        """Run batches until `stop` is called.
+    def in_flight_of(self, base: str | None) -> int:
+        """Return the rows of a model that were taken and have no recorded result."""
+        return self._models[base].places.in_flight if base in self._models else 0
 
-        If it is cancelled instead, the next run sends the rows in flight again.
+    def fill(self, base: str | None, runs: list[Run]) -> None:
+        """Give the free places at the engines of a model to rows.
+
+        Args:
+            base: The model; None: the rows have several.
+            runs: The run of each tenant that is next; each has rows, or some whose next try is due.
         """
-        async with asyncio.TaskGroup() as self._group:
-            background = [self._group.create_task(work()) for work in (self._write, self._tidy, self._save)]
-            while not self._stopping or self.in_flight or any(one.busy for one in self._open.values()):
-                self._changed.clear()
-                if self._stale:
-                    await self._look()
-                if not self._stopping:
-                    self._step()
-                await self._wait()
-            background += [model.pacing for model in self._models.values() if model.pacing]
-            for task in background:
-                task.cancel()
-            await self._save_profiles()
+        model = self._model(base)
+        for run, row in model.places.fill(runs):
+            self._group.create_task(self._run_row(model, run, row))
+        # Between the end of rows and this, places are free that nobody could take.
+        model.full = model.places.used >= BINDING * model.concurrency.limit
+        if model.places.in_flight and (model.pacing is None or model.pacing.done()):
+            model.pacing = self._group.create_task(self._pace(base, model))
+
+    def stop(self, run: Run) -> None:
+        """Let no more rows of a run be sent. Those in flight go on; `Run.abort` ends them too."""
+        self._model(run.base).places.stop(run)
+
+    def keep(self, tenants: set[str]) -> None:
+        """Forget all other tenants that have no row in flight."""
+        for model in self._models.values():
+            model.places.keep(tenants)
 
     def _model(self, base: str | None) -> ModelRows:
-        """Return the rows of a model; None: those of the batches that have several."""
+        """Return the rows of a model; None: those of the runs that have several."""
         model = self._models.get(base)
         if model is None:
             concurrency = self._concurrency()
-            places = Places(concurrency, self._max_bytes, self._changed.set)
-            sender = Sender(self._client, concurrency, self._backoff, self._retries, self._row_timeout_s)
-            model = self._models[base] = ModelRows(concurrency, places, sender, Meter(self._clock))
+            places = Places(concurrency, self._max_bytes, self._changed)
+            sender = Sender(
+                self._client, concurrency, self._backoff, self._retries, self._row_timeout_s, self._patient
+            )
+            model = self._models[base] = ModelRows(concurrency, places, sender)
         return model
 
-    async def _wait(self) -> None:
-        # Batches that were begun come first.
-        await asyncio.sleep(0)
-        if not await wait_for_event(self._changed, self._tick_s):
-            self._stale = True
-
-    async def _look(self) -> None:
-        """Read the open batches. One that was busy meanwhile has its state from what it was busy with."""
-        self._stale = False
-        busy = {id for id, one in self._open.items() if one.busy}
+    async def _run_row(self, model: ModelRows, run: Run, row: Row) -> None:
         try:
-            batches = await asyncio.to_thread(self._store.open_batches)
-        except DatabaseError as error:
-            logger.warning("batches: the database can't be read: %s", error)
-            return
-        found = {}
-        for batch in in_order(batches):
-            one = found[batch.id] = self._open.get(batch.id) or OpenBatch(batch)
-            if batch.id not in busy:
-                one.batch = batch
-        self._open = found
-        tenants = {batch.tenant for batch in batches}
-        for model in self._models.values():
-            model.places.keep(tenants)
-        seen = {(one.id, one.state) for one in batches}
-        if seen != self._forecast_of or self._clock() - self._forecast_at >= WARN_S:
-            await self._forecast()
-            self._forecast_of, self._forecast_at = seen, self._clock()
-
-    async def _forecast(self) -> None:
-        """Tell, once in the log, which batches may not end in time."""
-        try:
-            latest = await asyncio.to_thread(self._store.latest_batches, int(self._clock() - LATEST_S))
-        except DatabaseError as error:
-            logger.warning("batches: no forecast, the database can't be read: %s", error)
-            return
-        groups: dict[str, list[Batch]] = {}
-        for one in self._open.values():
-            groups.setdefault(self._profile_of(one.batch), []).append(one.batch)
-        self.verdicts.clear()
-        warnings = {}
-        searches = NEW_WARNINGS
-        for model, batches in groups.items():
-            queue = self._queue(model, batches, latest)
-            outlooks = queue.outlooks()
-            for batch in batches:
-                if outlook := outlooks.get(batch.id):
-                    self.verdicts[outlook.verdict] += 1
-                    if outlook.verdict in ("late", "unsure") and batch.id not in self._shortest and searches:
-                        searches -= 1
-                        self._shortest[batch.id] = queue.shortest(batch, self._rules.common.max_window_s)
-                    if outlook.message:
-                        warnings[batch.id] = self._warning(batch, outlook)
-        self.warnings = warnings
-        self._told = {(id, verdict) for id, verdict in self._told if id in self._open}
-        self._shortest = {id: words for id, words in self._shortest.items() if id in warnings}
-
-    def _warning(self, batch: Batch, outlook: Outlook) -> str:
-        """Return the message about a batch; a new one goes to the log."""
-        if outlook.verdict == "unknown":
-            return outlook.message
-        message = "; ".join(filter(None, (outlook.message, self._shortest.get(batch.id))))
-        if (batch.id, outlook.verdict) not in self._told:
-            self._told.add((batch.id, outlook.verdict))
-            logger.warning("%s: %s", batch.id, message)
-        return message
-
-    def foresee(self, batch: Batch, size: int) -> tuple[Batch, Outlook]:
-        """Return a new batch with what is known of it, and its outlook. May be called in any thread.
-
-        Args:
-            batch: The batch, which isn't stored yet.
-            size: Bytes of its input.
-
-        Raises:
-            OSError: The input can't be read.
-            DatabaseError: The database fails.
-        """
-        try:
-            found = sketch(self._content.path(batch.input_file), batch.endpoint, size)
-        except ContentLostError:
-            # Its validation says so.
-            return batch, Outlook("unknown")
-        batch = replace(batch, work=found.work, model=found.model)
-        model = self._profile_of(batch)
-        batches = [one for one in self._store.open_batches() if self._profile_of(one) == model]
-        latest = self._store.latest_batches(int(self._clock() - LATEST_S))
-        queue = self._queue(model, [*batches, batch], latest)
-        outlook = queue.outlook_of_new(batch, self._rules.common.max_window_s)
-        return replace(batch, promised=outlook.verdict == "holds"), outlook
-
-    def _queue(self, model: str, batches: list[Batch], latest: list[Batch]) -> Queue:
-        now = self._clock()
-        demand = Demand([one for one in latest if self._profile_of(one) == model], now)
-        profile = self._profiles.get(model)
-        return Queue(batches, profile.ahead(now) if profile else None, demand, now)
-
-    def _profile_of(self, batch: Batch) -> str:
-        """Return the name of the profile of a batch: its model; empty: it has several."""
-        return (self._client.base_of(batch.model) if batch.model else None) or ""
-
-    def _step(self) -> None:
-        """Begin what can be begun now."""
-        heads: dict[tuple[str | None, str], OpenBatch] = {}
-        # A row that was taken goes before those that weren't, also of a batch that came earlier.
-        due: dict[tuple[str | None, str], OpenBatch] = {}
-        validating = any(
-            one.busy and not one.resting and one.batch.state == "validating" for one in self._open.values()
-        )
-        for one in self._open.values():
-            if not one.in_flight:
-                # Rows in flight keep their places; without any, its adapter may have moved to another model.
-                one.base = self._client.base_of(one.batch.model) if one.batch.model else None
-            state, turn = one.batch.state, (one.base, one.batch.tenant)
-            if one.lost or state in ("finalizing", "cancelling") or self._clock() >= one.batch.expires_at:
-                self._model(one.base).places.stop(one)
-                one.abort()
-            gone_s = self._keyless_s(one)
-            if gone_s is None:
-                if one.takes_rows and not one.exhausted:
-                    heads.setdefault(turn, one)
-                if one.due:
-                    due.setdefault(turn, one)
-            if one.busy:
-                continue
-            if gone_s is not None and gone_s >= self._key_gone_s:
-                self._begin(one, self._cancel)
-            elif state == "validating" and not one.lost:
-                # One at a time: it keeps a core busy.
-                if not validating and gone_s is None:
-                    validating = True
-                    self._begin(one, self._validate)
-            elif one.stopping.is_set() or one.exhausted:
-                if not one.in_flight:
-                    self._begin(one, self._end)
-            elif heads.get(turn) is one and not one.read and len(one.rows) < LOW_ROWS:
-                self._begin(one, self._read)
-        ready: dict[str | None, list[OpenBatch]] = {}
-        for (base, _), one in (heads | due).items():
-            if one.due or one.rows:
-                ready.setdefault(base, []).append(one)
-        for base, batches in ready.items():
-            model = self._model(base)
-            for one, row in model.places.fill(batches):
-                self._group.create_task(self._run_row(model, one, row))
-            # Between the end of rows and this, places are free that nobody could take.
-            model.full = model.places.used >= BINDING * model.concurrency.limit
-            if model.places.in_flight and (model.pacing is None or model.pacing.done()):
-                model.pacing = self._group.create_task(self._pace(base, model))
-
-    def _keyless_s(self, one: OpenBatch) -> float | None:
-        """Return the seconds for which the key of a batch holds no more; None: nothing depends on it."""
-        open = one.batch.state in ("validating", "in_progress") and not one.stopping.is_set()
-        if not open or (one.exhausted and not one.in_flight) or not self._rules.ended(one.batch.api_key):
-            one.keyless_since = None
-            return None
-        if one.keyless_since is None:
-            one.keyless_since = self._clock()
-        return self._clock() - one.keyless_since
-
-    async def _run_row(self, model: ModelRows, one: OpenBatch, row: Row) -> None:
-        result = await model.sender.send(one, row, partial(model.places.away, one))
+            result = await model.sender.send(run, row, partial(model.places.away, run))
+        except RunError as error:
+            run.fail(error)
+            result = None
         if result is None:
-            # It is left to the end of the batch, or to the next process.
-            model.places.leave(one, row)
-            self._changed.set()
+            # It is left to the end of the run, or to the next process.
+            model.places.leave(run, row)
+            self._changed()
         else:
-            self._results.append((one, row, result))
+            self._results.append((run, row, result))
             self._to_write.set()
 
     async def _write(self) -> None:
@@ -392,118 +209,39 @@ class Runner:
             await asyncio.sleep(self._gather_s)
             self._to_write.clear()
             taken, self._results = self._results, []
-            groups: dict[str, list[Done]] = {}
+            groups: dict[Run, list[Done]] = {}
             for done in taken:
-                groups.setdefault(done[0].batch.id, []).append(done)
-            for id, group in groups.items():
-                await self._record(id, group)
+                groups.setdefault(done[0], []).append(done)
+            for run, group in groups.items():
+                await self._record(run, group)
             # Nothing is lost: what isn't written stays in flight, so that few rows are sent meanwhile.
-            self._unwritten = bool(self._failed_writes)
+            self.unwritten = bool(self._failed_writes)
             self._results += self._failed_writes
             self._failed_writes.clear()
-            self._changed.set()
-            if self._unwritten:
-                await asyncio.sleep(self._tick_s)
+            self._changed()
+            if self.unwritten:
+                await asyncio.sleep(self._again_s)
                 self._to_write.set()
 
-    async def _record(self, id: str, group: list[Done]) -> None:
-        """Record results of a batch, once: a file that can't be written is in no other batch's way."""
-        lost = ""
+    async def _record(self, run: Run, group: list[Done]) -> None:
+        """Record results of a run, once: a file that can't be written is in no other run's way."""
+        results = [result for _, _, result in group]
         try:
-            await _finished(record, self._store, self._content, id, [result for _, _, result in group])
-        except ContentLostError as error:
-            lost = str(error)
+            await finished(run.record, results)
+        except RunError as error:
+            run.fail(error)
         except (OSError, DatabaseError) as error:
-            self._unwritten = True
-            logger.error("%s: results can't be written, next try in %g s: %s", id, self._tick_s, error)
+            self.unwritten = True
+            logger.error("%s: results can't be written, next try in %g s: %s", run, self._again_s, error)
             self._failed_writes += group
             return
-        model = self._model(group[0][0].base)
-        for one, row, result in group:
-            one.lost = one.lost or lost
-            self.failed += result.is_error
-            model.places.leave(one, row)
-        model.rate.add(len(group))
-        model.meter.add(len(group), work_of(len(group), together(result.tokens for _, _, result in group)))
-        self.rate.add(len(group))
-
-    def _begin(self, one: OpenBatch, work: Callable[[OpenBatch], Awaitable[None]]) -> None:
-        one.busy = True
-        self._group.create_task(self._do(one, work))
-
-    async def _do(self, one: OpenBatch, work: Callable[[OpenBatch], Awaitable[None]]) -> None:
-        try:
-            await work(one)
-        except ContentLostError as error:
-            one.lost = str(error)
-        except (StateError, NotFoundError, RequestError) as error:
-            # It was cancelled, or has ended and was deleted, since the store was read; or its key is gone.
-            logger.info("%s: %r", one.batch.id, error)
-        except (OSError, DatabaseError) as error:
-            logger.error("%s: next try in %g s: %s", one.batch.id, self._tick_s, error)
-            one.resting = True
-            self._changed.set()
-            await asyncio.sleep(self._tick_s)
-        finally:
-            one.busy = one.resting = False
-            self.notice()
-
-    async def _validate(self, one: OpenBatch) -> None:
-        batch = one.batch
-        path = self._content.path(batch.input_file)
-        await self._client.refresh()
-        rights = batch.rights or self._rules.rights(batch.api_key)
-        models = self._rules.models(rights)
-        limits = replace(self._rules.common, max_lines=rights["max_lines"])
-        found = await asyncio.to_thread(validate, path, batch.endpoint, models, limits)
-        if found.plan is None:
-            # An earlier validation, by other limits or models, may have left one.
-            await asyncio.to_thread(self._content.remove, plan_id(batch.id))
-            await asyncio.to_thread(self._store.end, batch.id, "failed", self._now(), found.errors)
         else:
-            await _finished(found.plan.keep, self._content, batch.id)
-            one.batch = await asyncio.to_thread(
-                self._store.move,
-                batch.id,
-                "in_progress",
-                self._now(),
-                total=found.total,
-                work=found.work,
-                model=found.model,
-            )
-
-    async def _cancel(self, one: OpenBatch) -> None:
-        """Cancel a batch whose key holds no more."""
-        batch = one.batch
-        if (what := self._rules.ended(batch.api_key)) is None:
-            return
-        message = f"The API key {batch.api_key!r}, which created this batch, {KEY_ENDED[what]}"
-        errors = [batch_error(f"api_key_{what}", message)]
-        logger.info("%s: %s", batch.id, message)
-        one.batch = await asyncio.to_thread(
-            self._store.move, batch.id, "cancelling", self._now(), errors=errors
-        )
-
-    async def _read(self, one: OpenBatch) -> None:
-        if one.unsent is None:
-            one.unsent = await _finished(unsent, self._store, self._content, one.batch)
-        groups = max(1, one.in_flight // TOGETHER)
-        one.rows.extend(await asyncio.to_thread(one.unsent.take, self._content, groups))
-        if not one.unsent:
-            # The plan isn't needed in memory any more.
-            one.read, one.unsent = True, None
-
-    async def _end(self, one: OpenBatch) -> None:
-        """End a batch of which nothing is in flight."""
-        one.rows.clear()
-        batch = one.batch
-        if one.lost:
-            await _finished(give_up, self._store, self._content, batch.id, one.lost, self._now())
-            return
-        if batch.state == "in_progress":
-            one.batch = await asyncio.to_thread(self._store.move, batch.id, "finalizing", self._now())
-        batch = await asyncio.to_thread(self._store.batch, batch.id)
-        await _finished(close, self._store, self._content, batch, self._now())
+            run.recorded(results)
+        model = self._model(run.base)
+        for _, row, result in group:
+            self.failed += result.is_error
+            model.places.leave(run, row)
+        self.rate.add(len(group))
 
     async def _pace(self, base: str | None, model: ModelRows) -> None:
         """Adapt the number of rows at the engines of a model to their load, while there are any."""
@@ -514,55 +252,19 @@ class Runner:
             try:
                 load = await self._client.load(base)
             except Exception as error:
-                logger.debug("batches: the load of the engines is not known: %r", error, exc_info=True)
+                logger.debug("the load of the engines is not known: %r", error, exc_info=True)
                 load = None
             limit = model.concurrency.limit
-            if not self._unwritten:
+            if not self.unwritten:
                 # Results count until they are recorded: a slow disk takes more of them at once.
                 model.concurrency.observe(load, model.places.used)
-                self._changed.set()
+                self._changed()
             # While the limit grows, the engines have room.
             busy = model.concurrency.limit <= limit or (load is not None and load.waiting > 0)
-            self._measure(base, model, busy and model.full and not self._unwritten and self._rows_wait(base))
-
-    def _rows_wait(self, base: str | None) -> bool:
-        """Return whether there are rows of a model that haven't been taken."""
-        return any(one.base == base and one.takes_rows and not one.exhausted for one in self._open.values())
-
-    def _measure(self, base: str | None, model: ModelRows, waiting: bool) -> None:
-        """Learn what the engines of a model have room for."""
-        work, seconds = model.meter.look(waiting, model.places.in_flight)
-        if seconds:
-            self._profiles.setdefault(base or "", Profile()).add(work, seconds, self._clock())
-            self._unsaved.add(base or "")
-
-    async def _save(self) -> None:
-        while True:
-            await asyncio.sleep(SAVE_S)
-            await self._save_profiles()
-
-    async def _save_profiles(self) -> None:
-        for model in list(self._unsaved):
-            try:
-                await asyncio.to_thread(self._store.keep_capacity, model, self._profiles[model].hours)
-                self._unsaved.discard(model)
-            except DatabaseError as error:
-                logger.warning("batches: what the engines have room for can't be stored: %s", error)
-
-    async def _tidy(self) -> None:
-        while True:
-            try:
-                limits = self._rules.common
-                await asyncio.to_thread(remove_expired, self._store, self._content, self._now(), limits)
-            except (OSError, DatabaseError) as error:
-                logger.error("files and batches whose time is over can't be deleted: %s", error)
-            await asyncio.sleep(TIDY_S)
-
-    def _now(self) -> int:
-        return int(self._clock())
+            self._paced(base, busy and model.full and not self.unwritten)
 
 
-async def _finished(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+async def finished(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Run a function that writes in a thread, which has ended when this returns or is cancelled.
 
     Otherwise a slow thread would write into the results of the next process, once the state is closed.

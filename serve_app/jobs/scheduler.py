@@ -2,61 +2,88 @@
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
-from serve_app.jobs.models import Batch
+from serve_app.api.protocol import JSON
+from serve_app.api.scheduling import Scheduling
+from serve_app.jobs.errors import RunError
 from serve_app.jobs.pacing import Concurrency
-from serve_app.jobs.plan import Unsent
-from serve_app.jobs.rows import Answer, Row
+from serve_app.jobs.rows import Answer, Result, Row
 
 
-class OpenBatch:
-    """A batch that hasn't ended, and what of it is in memory.
+class Run:
+    """A batch or a dataset whose rows are sent.
 
     Args:
-        batch: Its stored state.
+        endpoint: Route that its rows call, such as `/v1/chat/completions`.
+        scheduling: Tier, tenant and weight of its rows.
+        models: Ids of the models that its rows may name; None: all.
 
     Attributes:
-        batch: Its state as far as it matters here; the store has the counts.
-        base: The model whose engines run its rows; None: they have several, or it is not validated yet.
+        base: The model whose engines run its rows; None: they have several, or it is not known.
         rows: Rows that are read and not yet sent.
-        unsent: The rows that aren't read; None: nobody has looked for them yet.
-        read: Whether all rows were read.
-        in_flight: Rows that were taken and have no committed result.
+        in_flight: Rows that were taken and have no recorded result.
         due: Events of those of them whose next try is due, set once each has a place.
-        busy: Whether something other than rows is under way: validation, reading, the end.
-        resting: Whether that has failed, and waits to be tried again.
         stopping: Set when no row may be sent any more.
         tries: The tries of its rows that are under way.
-        keyless_since: When its API key was first seen to hold no more; None: the key holds.
-        lost: Message, if content is gone; the batch fails.
     """
 
-    def __init__(self, batch: Batch) -> None:
-        self.batch = batch
+    def __init__(self, endpoint: str, scheduling: Scheduling, models: Collection[str] | None = None) -> None:
+        self.endpoint = endpoint
+        self.scheduling = scheduling
+        self.models = models
         self.base: str | None = None
         self.rows: deque[Row] = deque()
-        self.unsent: Unsent | None = None
-        self.read = False
         self.in_flight = 0
         self.due: deque[asyncio.Event] = deque()
-        self.busy = False
-        self.resting = False
         self.stopping = asyncio.Event()
         self.tries: set[asyncio.Future[Answer]] = set()
-        self.keyless_since: float | None = None
-        self.lost = ""
 
     @property
-    def exhausted(self) -> bool:
-        """True once all rows were taken."""
-        return self.read and not self.rows
+    def tenant(self) -> str:
+        """Name of its tenant."""
+        return self.scheduling.tenant
 
     @property
-    def takes_rows(self) -> bool:
-        """True while rows may be sent."""
-        return self.batch.state == "in_progress" and not self.stopping.is_set()
+    def weight(self) -> float:
+        """The tenant's share in relation to the others."""
+        return self.scheduling.weight or 1.0
+
+    def body(self, row: Row) -> JSON:
+        """Return the body that is sent of a row. A large row is read in a thread."""
+        raise NotImplementedError
+
+    def result(self, row: Row, answer: Answer, tries: int) -> Result:
+        """Return the result of a row. A large row is written in a thread.
+
+        Args:
+            row: The row.
+            answer: Its final answer.
+            tries: Number of times that it was sent.
+
+        Raises:
+            RunError: The run can't go on.
+        """
+        raise NotImplementedError
+
+    def record(self, results: Sequence[Result]) -> None:
+        """Record results durably. A thread does it, one at a time for each run.
+
+        Raises:
+            RunError: The run can't go on.
+            OSError: The disk is full, or fails. The same results are recorded again later.
+            DatabaseError: The same for the database.
+        """
+        raise NotImplementedError
+
+    def recorded(self, results: Sequence[Result]) -> None:
+        """Take in results that are recorded."""
+
+    def fail(self, error: RunError) -> None:
+        """Take in that the run can't go on."""
+        raise NotImplementedError
 
     def abort(self) -> None:
         """End the tries that are under way, at the engines too; their rows have no result."""
@@ -113,6 +140,8 @@ class Shares:
                 del self._next[tenant], self._rows[tenant]
 
 
+RunT = TypeVar("RunT", bound="Run")
+
 FILL_ROWS = 32
 """Rows that are taken at once: each takes a fraction of a millisecond, in which nothing else is answered."""
 
@@ -156,19 +185,19 @@ class Places:
         for tenant in [name for name, count in counts.items() if not count and name not in tenants]:
             del counts[tenant]
 
-    def fill(self, heads: list[OpenBatch]) -> Iterator[tuple[OpenBatch, Row]]:
+    def fill(self, heads: list[RunT]) -> Iterator[tuple[RunT, Row]]:
         """Give the free places to rows, to few at once, and yield those that were taken for it.
 
         Args:
-            heads: The batch of each tenant that is next; each has rows, or some whose next try is due.
+            heads: The run of each tenant that is next; each has rows, or some whose next try is due.
         """
         given = 0
         while heads and self.used < self._concurrency.limit:
             if (given := given + 1) > FILL_ROWS:
                 self._changed()
                 return
-            one = min(heads, key=lambda head: self._shares.turn(head.batch.tenant, _weight(head)))
-            tenant = one.batch.tenant
+            one = min(heads, key=lambda head: self._shares.turn(head.tenant, head.weight))
+            tenant = one.tenant
             if one.due:
                 self._give_place(one)
                 more = bool(one.due)
@@ -185,13 +214,13 @@ class Places:
                 return
             if not more:
                 heads.remove(one)
-                # More may be read, or another batch of the tenant be next.
+                # More may be read, or another run of the tenant be next.
                 self._changed()
 
     @asynccontextmanager
-    async def away(self, one: OpenBatch) -> AsyncGenerator[None, None]:
+    async def away(self, one: Run) -> AsyncGenerator[None, None]:
         """Return the context of a row that waits for its next try. It has a place again behind it."""
-        self._shares.end(one.batch.tenant)
+        self._shares.end(one.tenant)
         self._changed()
         yield
         placed = asyncio.Event()
@@ -201,15 +230,15 @@ class Places:
         self._changed()
         await placed.wait()
 
-    def stop(self, one: OpenBatch) -> None:
-        """Let no more rows of a batch be sent. Those that are due have their places only to end."""
+    def stop(self, one: Run) -> None:
+        """Let no more rows of a run be sent. Those that are due have their places only to end."""
         one.stopping.set()
         while one.due:
             self._give_place(one)
 
-    def leave(self, one: OpenBatch, row: Row) -> None:
+    def leave(self, one: Run, row: Row) -> None:
         """Take in that a row is in flight no more."""
-        tenant = one.batch.tenant
+        tenant = one.tenant
         self._shares.end(tenant)
         one.in_flight -= 1
         self.in_flight -= 1
@@ -222,18 +251,14 @@ class Places:
         fits = self._bytes + len(row.text) <= self._max_bytes
         return not in_flight or (fits and in_flight < self._concurrency.limit)
 
-    def _take(self, one: OpenBatch, row: Row) -> None:
-        tenant = one.batch.tenant
-        self._shares.start(tenant, _weight(one))
+    def _take(self, one: Run, row: Row) -> None:
+        tenant = one.tenant
+        self._shares.start(tenant, one.weight)
         one.in_flight += 1
         self.in_flight += 1
         self._in_flight_of[tenant] += 1
         self._bytes += len(row.text)
 
-    def _give_place(self, one: OpenBatch) -> None:
-        self._shares.start(one.batch.tenant, _weight(one))
+    def _give_place(self, one: Run) -> None:
+        self._shares.start(one.tenant, one.weight)
         one.due.popleft().set()
-
-
-def _weight(one: OpenBatch) -> float:
-    return one.batch.weight or 1.0

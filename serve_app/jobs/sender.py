@@ -8,12 +8,11 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
 from serve_app.api.errors import RequestError, internal_error
-from serve_app.api.scheduling import TIER_PRIORITY, Scheduling
 from serve_app.ingress.body import look
-from serve_app.jobs.models import Batch
+from serve_app.jobs.errors import GaveUpError
 from serve_app.jobs.pacing import RETRYABLE, Backoff, Concurrency
-from serve_app.jobs.rows import Answer, Client, QuotaError, Result, Row, answered
-from serve_app.jobs.scheduler import OpenBatch
+from serve_app.jobs.rows import Answer, Client, QuotaError, Result, Row
+from serve_app.jobs.scheduler import Run
 from serve_app.system import cancellation
 from serve_app.system.waiting import wait_for_event
 
@@ -36,68 +35,94 @@ class Sender:
         concurrency: Limit that adapts to answers and refusals.
         backoff: Waits between the tries of a row.
         retries: Failures that count before the last one is a row's result.
-        timeout_s: Seconds after which a try has failed.
+        timeout_s: Seconds after which a try has failed; None: never.
+        patient: Whether an outage is waited out however long it takes. Otherwise the run ends when a row has
+            failed more than `retries` times in a row and nothing else was answered.
+
+    Attributes:
+        retried: Number of tries after the first of a row.
+        trouble: Message of the last failure; empty once a row was answered.
     """
 
     def __init__(
-        self, client: Client, concurrency: Concurrency, backoff: Backoff, retries: int, timeout_s: float
+        self,
+        client: Client,
+        concurrency: Concurrency,
+        backoff: Backoff,
+        retries: int,
+        timeout_s: float | None,
+        patient: bool = True,
     ) -> None:
+        self.retried = 0
+        self.trouble = ""
         self._client = client
         self._concurrency = concurrency
         self._backoff = backoff
         self._retries = retries
         self._timeout_s = timeout_s
+        self._patient = patient
         self._answered: Counter[str | None] = Counter()
 
-    async def send(self, one: OpenBatch, row: Row, away: Away = nullcontext) -> Result | None:
-        """Return the result of a row; None if it has none when its batch stops.
+    async def send(self, run: Run, row: Row, away: Away = nullcontext) -> Result | None:
+        """Return the result of a row; None if it has none when its run stops.
 
         Args:
-            one: Its batch.
+            run: Its batch or dataset.
             row: The row.
             away: Returns the context of each wait for the next try.
+
+        Raises:
+            RunError: The run can't go on.
         """
-        batch, stopping = one.batch, one.stopping
-        scheduling = Scheduling(TIER_PRIORITY["flex"], batch.tenant, weight=batch.weight, key=batch.api_key)
         model = row.model
-        tries = failures = 0
+        tries = failures = outage = 0
         seen = self._answered[model]
-        while not stopping.is_set():
+        while not run.stopping.is_set():
             # Parsed for each try: what waits, or is at an engine, takes many times its bytes otherwise.
-            body = await look(len(row.text), row.body)
-            if stopping.is_set():
+            body = await look(len(row.text), lambda: run.body(row))
+            if run.stopping.is_set():
                 return None
-            sending = self._client.send(batch.endpoint, body, scheduling, batch.rights.get("models"))
+            sending = self._client.send(run.endpoint, body, run.scheduling, run.models)
             del body
-            answer = await self._try(one, sending)
+            answer = await self._try(run, sending)
             if answer is None:
                 return None
+            tries += 1
             if answer.final or answer.status not in RETRYABLE:
                 self._answered[model] += 1
                 self._concurrency.answered()
-                return await self._result(batch, row, answer)
-            tries += 1
-            if answer.status != 429 and (answer.status == 500 or self._answered[model] > seen):
-                failures += 1
-                if failures > self._retries:
-                    return await self._result(batch, row, answer)
+                self.trouble = ""
+                return await self._result(run, row, answer, tries)
+            self.trouble = message_of(answer)
+            if answer.status != 429:
+                # An engine that fails at each row is an outage too, until it has answered one.
+                failed = answer.status == 500 and (self._patient or self._answered.total() > 0)
+                if failed or self._answered[model] > seen:
+                    failures, outage = failures + 1, 0
+                    if failures > self._retries:
+                        return await self._result(run, row, answer, tries)
+                else:
+                    outage += 1
+                    if outage > self._retries and not self._patient:
+                        raise GaveUpError(f"gave up after {_times(tries)} of a row: {self.trouble}")
             seen = self._answered[model]
+            self.retried += 1
             async with away():
-                await wait_for_event(stopping, self._backoff.wait_s(tries, answer.retry_after_s))
+                await wait_for_event(run.stopping, self._backoff.wait_s(tries, answer.retry_after_s))
         return None
 
-    async def _try(self, one: OpenBatch, sending: Coroutine[Any, Any, Answer]) -> Answer | None:
-        """Return the answer to a row; None: the try was ended with its batch."""
-        # A task of its own: the end of a batch cancels it, and nothing else of the row.
+    async def _try(self, run: Run, sending: Coroutine[Any, Any, Answer]) -> Answer | None:
+        """Return the answer to a row; None: the try was ended with its run."""
+        # A task of its own: the end of a run cancels it, and nothing else of the row.
         task = asyncio.create_task(sending)
-        one.tries.add(task)
+        run.tries.add(task)
         try:
             async with asyncio.timeout(self._timeout_s):
                 answer = await task
         except asyncio.CancelledError:
             if cancellation.is_own():
                 raise
-            if one.stopping.is_set():
+            if run.stopping.is_set():
                 return None
             answer = _failed(RequestError(503, "service_unavailable", "the call was cancelled"))
         except QuotaError as error:
@@ -111,17 +136,28 @@ class Sender:
             message = f"{type(error).__name__}: {error}"
             answer = _failed(RequestError(503, "service_unavailable", message))
         except Exception as error:
-            logger.exception("batches: a row failed by a fault of the service")
+            logger.exception("a row failed by a fault of the service")
             answer = _failed(internal_error(error))
         finally:
-            one.tries.discard(task)
+            run.tries.discard(task)
         if answer.status == 429:
             self._concurrency.refused(answer.retry_after_s)
         return answer
 
-    async def _result(self, batch: Batch, row: Row, answer: Answer) -> Result:
-        return await look(len(row.text), lambda: answered(batch.id, row, answer.status, answer.body))
+    async def _result(self, run: Run, row: Row, answer: Answer, tries: int) -> Result:
+        return await look(len(row.text), lambda: run.result(row, answer, tries))
+
+
+def message_of(answer: Answer) -> str:
+    """Return the message of an answer that is an error."""
+    error = answer.body.get("error") if isinstance(answer.body, dict) else None
+    message = error.get("message") if isinstance(error, dict) else None
+    return str(message or f"status {answer.status}")
 
 
 def _failed(error: RequestError) -> Answer:
     return Answer(error.status, error.body(), error.retry_after_s, error.final)
+
+
+def _times(tries: int) -> str:
+    return "1 try" if tries == 1 else f"{tries} tries"

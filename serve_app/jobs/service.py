@@ -18,6 +18,7 @@ from serve_app.api.errors import EXCEPTION_HANDLERS
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.auth.key_store import KeyStore
+from serve_app.jobs.batches import BatchRunner
 from serve_app.jobs.content import Content, Contents, Disk
 from serve_app.jobs.database import Database
 from serve_app.jobs.errors import DatabaseError, FencedError, HeldError, StoreError
@@ -27,7 +28,6 @@ from serve_app.jobs.models import ENDED, STATES
 from serve_app.jobs.pacing import Auto
 from serve_app.jobs.routes import BatchAPI
 from serve_app.jobs.rows import Client
-from serve_app.jobs.runner import Runner
 from serve_app.jobs.storage import adopt_results, delete_noted
 from serve_app.jobs.store import Store
 from serve_app.relay.asgi import run_app
@@ -138,7 +138,7 @@ class BatchService:
         rules = KeyRules(models, Limits.of(settings), keys)
         self.uploads = Uploads()
         self._store = store
-        self._runner = Runner(
+        self._runner = BatchRunner(
             store,
             content,
             client,
@@ -216,16 +216,17 @@ class BatchService:
         """Return the entry of the batches in `/stats`."""
         summary = await asyncio.to_thread(self._store.summary)
         runner = self._runner
-        rate = runner.rate.per_s
+        rows = runner.rows
+        rate = rows.rate.per_s
         return {
             "batches": {state: summary.batches.get(state, 0) for state in OPEN},
             "rows": {
-                "waiting": max(0, summary.rows - runner.in_flight),
-                "in_flight": runner.in_flight,
-                "completed": runner.rate.total - runner.failed,
-                "failed": runner.failed,
+                "waiting": max(0, summary.rows - rows.in_flight),
+                "in_flight": rows.in_flight,
+                "completed": rows.rate.total - rows.failed,
+                "failed": rows.failed,
             },
-            "rows_in_flight_limit": runner.limit,
+            "rows_in_flight_limit": rows.limit,
             "rows_per_s": round(rate, 3) if summary.rows else 0.0,
             "eta_s": round(summary.rows / rate, 1) if summary.rows and rate else None,
             "oldest_s": 0 if summary.oldest is None else max(0, int(time.time()) - summary.oldest),

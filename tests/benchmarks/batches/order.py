@@ -20,6 +20,7 @@ from serve_app.api.facts import inspect
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.ingress.replica_choice import ReplicaChoice, ReplicaState
+from serve_app.jobs.batches import BatchRunner
 from serve_app.jobs.content import Content, Contents, Disk
 from serve_app.jobs.intake import validate
 from serve_app.jobs.key_rules import KeyRules
@@ -28,7 +29,6 @@ from serve_app.jobs.models import Batch, File
 from serve_app.jobs.pacing import EngineLoad, Fixed
 from serve_app.jobs.plan import Plan
 from serve_app.jobs.rows import Answer
-from serve_app.jobs.runner import Runner
 from serve_app.jobs.storage import add_file
 from serve_app.jobs.store import Store
 from serve_app.settings.ingress import IngressSettings
@@ -179,7 +179,7 @@ async def run_batch(load: Load, replicas: int, planned: bool) -> tuple[float, fl
         content = Content(Path(folder), store.epoch, Disk(Path(folder)))
         _add_batch(store, content, load, planned)
         client = VirtualEngines(engines, load)
-        runner = Runner(
+        runner = BatchRunner(
             store, content, client, KeyRules({"demo"}), concurrency=lambda: Fixed(load.in_flight * replicas)
         )
         async with asyncio.TaskGroup() as group:

@@ -9,9 +9,9 @@ from pathlib import Path
 import uvicorn
 from starlette.applications import Starlette
 
+from serve_app.jobs.batches import BatchRunner
 from serve_app.jobs.key_rules import KeyRules
 from serve_app.jobs.routes import BatchAPI
-from serve_app.jobs.runner import Runner
 from tests.progress import STILL_S
 from tests.serve_app.jobs.engine import Engine
 from tests.serve_app.jobs.helpers import opened
@@ -27,7 +27,7 @@ def batch_site(folder: Path, status: Callable[[str], int] = lambda _: 200) -> It
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         store, content = opened(folder)
-        runner = Runner(store, content, Engine(status), KeyRules({"demo"}), tick_s=0.05)
+        runner = BatchRunner(store, content, Engine(status), KeyRules({"demo"}), tick_s=0.05)
         app.routes.extend(BatchAPI(store, content, runner.notice).routes())
         running = asyncio.create_task(runner.run())
         ready.set()

@@ -14,10 +14,10 @@ from pathlib import Path
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.jobs import failpoints
+from serve_app.jobs.batches import BatchRunner
 from serve_app.jobs.key_rules import KeyRules
 from serve_app.jobs.pacing import EngineLoad, Fixed
 from serve_app.jobs.rows import Answer
-from serve_app.jobs.runner import Runner
 from serve_app.jobs.storage import delete_noted
 from tests.serve_app.jobs.engine import custom_id_of
 from tests.serve_app.jobs.helpers import NOW, opened
@@ -54,7 +54,7 @@ async def main(folder: Path, calls: Path, limit: int, kill_at: int) -> None:
     store, content = opened(folder)
     delete_noted(store, content)
     engine = LoggedEngine(calls)
-    runner = Runner(
+    runner = BatchRunner(
         store,
         content,
         engine,

@@ -11,10 +11,10 @@ from starlette.applications import Starlette
 
 from serve_app.api.protocol import JSON
 from serve_app.jobs import failpoints
+from serve_app.jobs.batches import BatchRunner
 from serve_app.jobs.key_rules import KeyRules
 from serve_app.jobs.limits import Limits
 from serve_app.jobs.routes import BatchAPI
-from serve_app.jobs.runner import Runner
 from tests.progress import STILL_S
 from tests.serve_app.jobs.engine import Engine
 from tests.serve_app.jobs.helpers import CHAT, NOW, opened, text_of
@@ -30,7 +30,7 @@ class Site:
         self.limits = LIMITS
         self.store, self.content = opened(folder)
         self.engine = Engine(lambda id: 400 if id.startswith("bad") else 200)
-        self.runner = Runner(
+        self.runner = BatchRunner(
             self.store,
             self.content,
             self.engine,

@@ -13,6 +13,7 @@ from random import Random
 
 import pytest
 
+from serve_app.jobs.batches import OpenBatch
 from serve_app.jobs.forecast import (
     DAY_S,
     LATEST_S,
@@ -26,7 +27,7 @@ from serve_app.jobs.forecast import (
 from serve_app.jobs.models import Batch
 from serve_app.jobs.pacing import Fixed, Meter
 from serve_app.jobs.rows import Row
-from serve_app.jobs.scheduler import OpenBatch, Places
+from serve_app.jobs.scheduler import Places
 from tests.serve_app.jobs.helpers import NOW, batch_of
 
 STEP_S = 60

@@ -15,10 +15,10 @@ from serve_app.api.scheduling import Scheduling
 from serve_app.auth.key_store import KeyStore
 from serve_app.auth.keys import hash_key
 from serve_app.jobs import deployment
+from serve_app.jobs.batches import BatchRunner
 from serve_app.jobs.content import Draft
 from serve_app.jobs.deployment import Batches
 from serve_app.jobs.errors import StoreError
-from serve_app.jobs.runner import Runner
 from serve_app.jobs.service import BatchService
 from serve_app.relay.frame import pack, unpack
 from serve_app.relay.request import RelayRequest
@@ -292,10 +292,10 @@ async def test_a_client_that_leaves_takes_its_upload_with_it(
 async def test_a_replica_that_runs_no_batches_is_unhealthy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def fail(self: Runner) -> None:
+    async def fail(self: BatchRunner) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(Runner, "run", fail)
+    monkeypatch.setattr(BatchRunner, "run", fail)
     async with running(tmp_path) as batches:
         await asyncio.sleep(0)
         with pytest.raises(RuntimeError, match="broken"):

@@ -9,10 +9,10 @@ import pytest
 from serve_app.api.errors import RequestError
 from serve_app.auth.key_store import KeyStore
 from serve_app.auth.keys import hash_key
+from serve_app.jobs.batches import KEY_GONE_S
 from serve_app.jobs.key_rules import KeyRules
 from serve_app.jobs.limits import Limits
 from serve_app.jobs.pacing import Fixed
-from serve_app.jobs.runner import KEY_GONE_S
 from serve_app.settings.ingress import AccessSettings
 from tests.serve_app.jobs.engine import Engine
 from tests.serve_app.jobs.helpers import NOW, row

@@ -16,13 +16,13 @@ import pytest
 from pydantic_core import from_json
 
 from serve_app.api.protocol import JSON
+from serve_app.jobs.batches import BatchRunner
 from serve_app.jobs.content import Content
 from serve_app.jobs.database import Database
 from serve_app.jobs.errors import DatabaseError, HeldError, StateError
 from serve_app.jobs.key_rules import KeyRules
 from serve_app.jobs.models import ENDED, Batch
 from serve_app.jobs.pacing import Backoff, Fixed
-from serve_app.jobs.runner import Runner
 from serve_app.jobs.storage import adopt_results, delete_noted
 from serve_app.jobs.store import Store
 from tests.progress import STILL_S
@@ -126,7 +126,7 @@ class Schedule:
         self._faults = Random(seed) if faulty else None
         self._database = database
         self.engine = Engine(self.plan.status, self.random)
-        self.runner: Runner | None = None
+        self.runner: BatchRunner | None = None
 
     async def run(self) -> None:
         """Run processes until one comes to the end."""
@@ -159,7 +159,7 @@ class Schedule:
                 # As the service does: they stay noted.
                 delete_noted(store, content)
             self._adopt(store, content)
-            runner = Runner(
+            runner = BatchRunner(
                 store,
                 content,
                 self.engine,
@@ -174,7 +174,7 @@ class Schedule:
                 await self._work(store, content, runner)
         finally:
             if runner is not None:
-                self.again += runner.in_flight
+                self.again += runner.rows.in_flight
             if store is not None:
                 store.close()
 
@@ -190,7 +190,7 @@ class Schedule:
             with suppress(OSError, DatabaseError):
                 return adopt_results(store, content)
 
-    async def _work(self, store: Store, content: Content[Path], runner: Runner) -> None:
+    async def _work(self, store: Store, content: Content[Path], runner: BatchRunner) -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(runner.run())
             for name in self.plan.texts:
@@ -220,7 +220,7 @@ class Schedule:
         """Return the name of the process."""
         return self.folder.name
 
-    def _happen(self, store: Store, runner: Runner) -> None:
+    def _happen(self, store: Store, runner: BatchRunner) -> None:
         answers = sum(self.engine.final.values())
         if self.plan.cancel and answers >= self.plan.cancel[1]:
             with suppress(StateError, DatabaseError):

@@ -8,13 +8,13 @@ from uuid import uuid4
 import pytest
 from pydantic_core import from_json
 
+from serve_app.jobs.batches import BatchRunner
 from serve_app.jobs.content import Content
 from serve_app.jobs.errors import StoreError
 from serve_app.jobs.intake import validate
 from serve_app.jobs.key_rules import KeyRules
 from serve_app.jobs.limits import Limits
 from serve_app.jobs.pacing import Fixed
-from serve_app.jobs.runner import Runner
 from serve_app.jobs.service import BatchService
 from serve_app.jobs.store import Store
 from serve_app.settings.batches import BatchesSettings
@@ -106,7 +106,7 @@ async def test_a_batch_reads_its_input_three_times_at_most(cancelled: bool, tmp_
     put(store, content, "in", text)
     store.add_batch(batch_of("b", "in"), 1)
     engine = Engine()
-    runner = Runner(
+    runner = BatchRunner(
         store, content, engine, KeyRules({"demo"}), concurrency=lambda: Fixed(32), clock=lambda: NOW
     )
     BufferedStorage.fetched_of.clear()

@@ -1,8 +1,8 @@
 import pytest
 
+from serve_app.jobs.batches import OpenBatch
 from serve_app.jobs.models import STATES, State
 from serve_app.jobs.rows import Row
-from serve_app.jobs.scheduler import OpenBatch
 from tests.serve_app.jobs.helpers import batch_of
 
 

@@ -7,9 +7,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from serve_app.jobs.batches import OpenBatch
 from serve_app.jobs.pacing import Fixed
 from serve_app.jobs.rows import Row
-from serve_app.jobs.scheduler import FILL_ROWS, OpenBatch, Places
+from serve_app.jobs.scheduler import FILL_ROWS, Places
 from tests.progress import STILL_S
 from tests.serve_app.jobs.helpers import batch_of
 
@@ -38,7 +39,7 @@ class Site:
         """Give the free places, and return the tenants of the rows that were taken."""
         found = list(self.places.fill([one for one in batches if one.rows or one.due]))
         self.taken += found
-        return [one.batch.tenant for one, _ in found]
+        return [one.tenant for one, _ in found]
 
     def end(self) -> None:
         """End the row that was taken first."""

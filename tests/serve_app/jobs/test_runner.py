@@ -14,6 +14,7 @@ from pydantic_core import from_json
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.jobs import failpoints, pacing
+from serve_app.jobs.batches import BatchRunner
 from serve_app.jobs.content import Content
 from serve_app.jobs.errors import NotFoundError
 from serve_app.jobs.key_rules import KeyRules
@@ -21,7 +22,6 @@ from serve_app.jobs.limits import Limits
 from serve_app.jobs.models import ENDED, Batch
 from serve_app.jobs.pacing import Auto, Backoff, EngineLoad, Fixed
 from serve_app.jobs.rows import Answer
-from serve_app.jobs.runner import Runner
 from serve_app.jobs.store import Store
 from tests.progress import STILL_S
 from tests.serve_app.jobs.engine import USAGE, Engine, custom_id_of
@@ -40,7 +40,7 @@ class Bench:
         self.committed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         concurrency = options.pop("concurrency", None)
-        self.runner = Runner(
+        self.runner = BatchRunner(
             store,
             content,
             engine,
@@ -271,7 +271,7 @@ async def test_a_batch_does_not_wait_for_one_of_another_model(tmp_path: Path) ->
         await engine.until(lambda: engine.running == 4)
         bench.add("second", *rows_of("quick", 9))
         assert (await bench.ended("second")).completed == 9
-        assert bench.runner.in_flight == 4
+        assert bench.runner.rows.in_flight == 4
         engine.go.set()
         assert (await bench.ended("first")).completed == 9
 
@@ -442,7 +442,7 @@ async def test_rows_without_an_answer_at_the_deadline_are_ended_and_told(tmp_pat
         bench.runner.notice()
         batch = await bench.ended("b", state="expired")
         output, errors = bench.lines(batch)
-        assert (engine.running, bench.runner.in_flight) == (0, 0)
+        assert (engine.running, bench.runner.rows.in_flight) == (0, 0)
     assert (set(output), set(errors)) == (set(), set("01234"))
     assert errors["0"] == errors["3"] | {name: errors["0"][name] for name in ("id", "custom_id")}
     assert errors["3"]["response"] is None
@@ -634,7 +634,7 @@ async def test_a_tenant_whose_rows_wait_for_their_next_try_holds_up_no_other(
         bench.add("ben", *(row(f"b{number}") for number in range(9)), tenant="ben")
         assert (await bench.ended("ben")).completed == 9
         # Rows that wait are bounded too.
-        assert bench.runner.in_flight == min(2, max_bytes)
+        assert bench.runner.rows.in_flight == min(2, max_bytes)
         bench.now = NOW + DAY_S
         bench.runner.notice()
         assert (await bench.ended("anna", state="expired")).unrun == 9
@@ -664,7 +664,7 @@ async def test_a_cancelled_runner_ends_after_the_thread_that_writes(tmp_path: Pa
 
     put(store, content, "in", text_of(row("x")))
     store.add_batch(batch_of("b", "in"), 1)
-    runner = Runner(store, content, engine, KeyRules({"demo"}), clock=lambda: NOW)
+    runner = BatchRunner(store, content, engine, KeyRules({"demo"}), clock=lambda: NOW)
     failpoints.hook = wait
     try:
         async with asyncio.timeout(STILL_S):

@@ -14,9 +14,9 @@ from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.ingress.body import LARGE_BYTES
 from serve_app.jobs import rows
+from serve_app.jobs.batches import OpenBatch
 from serve_app.jobs.pacing import Auto, Backoff, EngineLoad, Fixed
 from serve_app.jobs.rows import Answer, QuotaError, Row
-from serve_app.jobs.scheduler import OpenBatch
 from serve_app.jobs.sender import Sender
 from tests.progress import STILL_S
 from tests.serve_app.jobs.helpers import batch_of, row, text_of

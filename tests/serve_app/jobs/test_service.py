@@ -170,7 +170,7 @@ async def test_a_runner_that_has_failed_is_unhealthy(tmp_path: Path, monkeypatch
     async def fail(self: object) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr("serve_app.jobs.runner.Runner.run", fail)
+    monkeypatch.setattr("serve_app.jobs.batches.BatchRunner.run", fail)
     async with running(tmp_path, Engine()) as service:
         await asyncio.sleep(0)
         with pytest.raises(RuntimeError, match="broken"):

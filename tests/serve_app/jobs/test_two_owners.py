@@ -143,7 +143,7 @@ class TwoOwners(Schedule):
     def _start_second(self) -> None:
         if self.runner:
             # Their answers may count no more, whatever becomes of them.
-            self.again += self.runner.in_flight
+            self.again += self.runner.rows.in_flight
         lose_lock(self._databases[-1])
         second = Engine(self.plan.status, self.random)
         second.final = self.engine.final

@@ -13,9 +13,9 @@ from uuid import uuid4
 import pytest
 from pydantic_core import from_json
 
+from serve_app.jobs.batches import BatchRunner
 from serve_app.jobs.content import Content, Contents, Disk
 from serve_app.jobs.key_rules import KeyRules
-from serve_app.jobs.runner import Runner
 from serve_app.jobs.storage import adopt_results, delete_noted
 from serve_app.jobs.store import Store
 from tests.serve_app.jobs.engine import Engine
@@ -76,7 +76,7 @@ async def test_a_batch_of_version_6_goes_on(where: str, cancelled: bool, tmp_pat
     if cancelled:
         store.move("b", "cancelling", NOW)
     engine = Engine(lambda id: 400 if id in REFUSED else 200)
-    runner = Runner(store, content, engine, KeyRules({"demo"}), clock=lambda: NOW, tick_s=0.01)
+    runner = BatchRunner(store, content, engine, KeyRules({"demo"}), clock=lambda: NOW, tick_s=0.01)
     with commits() as committed:
         async with asyncio.TaskGroup() as group:
             group.create_task(runner.run())

@@ -1,0 +1,499 @@
+"""Brings batches through their states: validation, rows, results, the end, and what is forecast of it."""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from serve_app.api.errors import RequestError
+from serve_app.api.protocol import JSON
+from serve_app.api.scheduling import TIER_PRIORITY, Scheduling
+from serve_app.jobs.content import Contents
+from serve_app.jobs.errors import ContentLostError, DatabaseError, NotFoundError, RunError, StateError
+from serve_app.jobs.forecast import LATEST_S, Demand, Outlook, Profile, Queue, Verdict, in_order
+from serve_app.jobs.intake import batch_error, sketch, validate
+from serve_app.jobs.key_rules import KeyRules
+from serve_app.jobs.models import Batch, State
+from serve_app.jobs.pacing import Clock, Meter
+from serve_app.jobs.plan import TOGETHER, Unsent, plan_id, unsent
+from serve_app.jobs.rows import Answer, Client, Result, Row, answered, together, work_of
+from serve_app.jobs.runner import Runner, finished
+from serve_app.jobs.scheduler import Run
+from serve_app.jobs.storage import close, give_up, record, remove_expired
+from serve_app.jobs.store import Store
+from serve_app.system.waiting import wait_for_event
+
+logger = logging.getLogger("ray.serve")
+
+Write = Callable[[str, Sequence[Result]], None]
+
+KEY_ENDED = {"removed": "was removed", "disabled": "is disabled", "expired": "has expired"}
+"""Ends of an API key, in words."""
+
+LOW_ROWS = 64
+"""Rows in memory below which more are read."""
+
+KEY_GONE_S = 5.0
+"""Seconds after which a key that holds no more ends its batches: an editor may write the keys file in two
+steps, and the Ingress may read it before this process."""
+
+SAVE_S = 60.0
+"""Seconds between two times at which what the engines have room for is stored."""
+
+WARN_S = 10.0
+"""Seconds between two forecasts of the same batches."""
+
+NEW_WARNINGS = 8
+"""Batches for which the shortest window is looked for at once: it takes some milliseconds."""
+
+TIDY_S = 600.0
+"""Seconds between two deletions of files and batches whose time is over."""
+
+
+class OpenBatch(Run):
+    """A batch that hasn't ended, and what of it is in memory.
+
+    Args:
+        batch: Its stored state.
+        write: Commits results of the batch with an id; see `storage.record`.
+
+    Attributes:
+        unsent: The rows that aren't read; None: nobody has looked for them yet.
+        read: Whether all rows were read.
+        busy: Whether something other than rows is under way: validation, reading, the end.
+        resting: Whether that has failed, and waits to be tried again.
+        keyless_since: When its API key was first seen to hold no more; None: the key holds.
+        lost: Message, if content is gone; the batch fails.
+        meter: Measures the work of its model; None: nothing does.
+    """
+
+    def __init__(self, batch: Batch, write: Write = lambda id, results: None) -> None:
+        super().__init__(batch.endpoint, _scheduling(batch), batch.rights.get("models"))
+        self._batch = batch
+        self._write = write
+        self.unsent: Unsent | None = None
+        self.read = False
+        self.busy = False
+        self.resting = False
+        self.keyless_since: float | None = None
+        self.lost = ""
+        self.meter: Meter | None = None
+
+    def __str__(self) -> str:
+        return self.batch.id
+
+    @property
+    def batch(self) -> Batch:
+        """Its state as far as it matters here; the store has the counts."""
+        return self._batch
+
+    @batch.setter
+    def batch(self, batch: Batch) -> None:
+        self._batch = batch
+        self.scheduling = _scheduling(batch)
+        self.models = batch.rights.get("models")
+
+    @property
+    def exhausted(self) -> bool:
+        """True once all rows were taken."""
+        return self.read and not self.rows
+
+    @property
+    def takes_rows(self) -> bool:
+        """True while rows may be sent."""
+        return self.batch.state == "in_progress" and not self.stopping.is_set()
+
+    def body(self, row: Row) -> JSON:
+        """Return the body to send, in the tier of batches."""
+        return row.body()
+
+    def result(self, row: Row, answer: Answer, tries: int) -> Result:
+        """Return the line of the output or the error file."""
+        return answered(self.batch.id, row, answer.status, answer.body)
+
+    def record(self, results: Sequence[Result]) -> None:
+        """Commit results."""
+        self._write(self.batch.id, results)
+
+    def recorded(self, results: Sequence[Result]) -> None:
+        """Count the work of results."""
+        if self.meter is not None:
+            work = work_of(len(results), together(result.tokens for result in results))
+            self.meter.add(len(results), work)
+
+    def fail(self, error: RunError) -> None:
+        """Let the batch fail when its rows in flight have ended."""
+        self.lost = self.lost or str(error)
+
+
+def _scheduling(batch: Batch) -> Scheduling:
+    return Scheduling(TIER_PRIORITY["flex"], batch.tenant, weight=batch.weight, key=batch.api_key)
+
+
+class BatchRunner:
+    """Runs all open batches of a store.
+
+    Batches of a tenant for one model go by their deadlines; the next one begins when all rows of the one
+    before are taken. Rows that were taken stay where they are when a batch with an earlier deadline comes.
+    Batches for another model go beside them. The rows of a batch that has several models are treated as those
+    of a model of its own. A `Runner` sends the rows.
+
+    Args:
+        store: The state.
+        content: The contents.
+        client: The engines.
+        rules: Models and limits of the batches, by the keys that created them.
+        tick_s: Seconds between two looks at deadlines, and after which what failed is tried again.
+        key_gone_s: Seconds after which a key that holds no more ends its batches.
+        clock: Seconds since the epoch.
+        options: Limits of the rows; see `Runner`.
+
+    Attributes:
+        rows: Sends the rows.
+        warnings: Messages about batches that may not end within their windows, by id.
+        verdicts: Open batches by what is known of their windows.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        content: Contents,
+        client: Client,
+        rules: KeyRules,
+        *,
+        tick_s: float = 1.0,
+        key_gone_s: float = KEY_GONE_S,
+        clock: Clock = time.time,
+        **options: Any,
+    ) -> None:
+        self._changed = asyncio.Event()
+        self.rows = Runner(client, changed=self._changed.set, paced=self._measure, again_s=tick_s, **options)
+        self.warnings: dict[str, str] = {}
+        self.verdicts: Counter[Verdict] = Counter()
+        self._profiles = {model: Profile(hours) for model, hours in store.capacity().items()}
+        self._unsaved: set[str] = set()
+        self._latest: list[Batch] = []
+        self._forecast_at = float("-inf")
+        self._forecast_of: set[tuple[str, State]] = set()
+        self._told: set[tuple[str, Verdict]] = set()
+        self._shortest: dict[str, str] = {}
+        self._store = store
+        self._content = content
+        self._client = client
+        self._rules = rules
+        self._tick_s = tick_s
+        self._key_gone_s = key_gone_s
+        self._clock = clock
+        self._open: dict[str, OpenBatch] = {}
+        self._meters: dict[str | None, Meter] = {}
+        self._stale = True
+        self._stopping = False
+        self._group = asyncio.TaskGroup()
+
+    def notice(self) -> None:
+        """Look at the store again: a batch was added or cancelled."""
+        self._stale = True
+        self._changed.set()
+
+    def stop(self) -> None:
+        """Send no more rows. `run` returns when those in flight are recorded."""
+        self._stopping = True
+        for one in self._open.values():
+            self.rows.stop(one)
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Run batches until `stop` is called.
+
+        If it is cancelled instead, the next run sends the rows in flight again.
+        """
+        async with asyncio.TaskGroup() as self._group, self.rows:
+            background = [self._group.create_task(work()) for work in (self._tidy, self._save)]
+            while not self._stopping or self.rows.in_flight or any(one.busy for one in self._open.values()):
+                self._changed.clear()
+                if self._stale:
+                    await self._look()
+                if not self._stopping:
+                    self._step()
+                await self._wait()
+            for task in background:
+                task.cancel()
+            await self._save_profiles()
+
+    async def _wait(self) -> None:
+        # Batches that were begun come first.
+        await asyncio.sleep(0)
+        if not await wait_for_event(self._changed, self._tick_s):
+            self._stale = True
+
+    async def _look(self) -> None:
+        """Read the open batches. One that was busy meanwhile has its state from what it was busy with."""
+        self._stale = False
+        busy = {id for id, one in self._open.items() if one.busy}
+        try:
+            batches = await asyncio.to_thread(self._store.open_batches)
+        except DatabaseError as error:
+            logger.warning("batches: the database can't be read: %s", error)
+            return
+        found = {}
+        for batch in in_order(batches):
+            one = found[batch.id] = self._open.get(batch.id) or OpenBatch(batch, self._write)
+            if batch.id not in busy:
+                one.batch = batch
+        self._open = found
+        tenants = {batch.tenant for batch in batches}
+        self.rows.keep(tenants)
+        seen = {(one.id, one.state) for one in batches}
+        if seen != self._forecast_of or self._clock() - self._forecast_at >= WARN_S:
+            await self._forecast()
+            self._forecast_of, self._forecast_at = seen, self._clock()
+
+    async def _forecast(self) -> None:
+        """Tell, once in the log, which batches may not end in time."""
+        try:
+            latest = await asyncio.to_thread(self._store.latest_batches, int(self._clock() - LATEST_S))
+        except DatabaseError as error:
+            logger.warning("batches: no forecast, the database can't be read: %s", error)
+            return
+        groups: dict[str, list[Batch]] = {}
+        for one in self._open.values():
+            groups.setdefault(self._profile_of(one.batch), []).append(one.batch)
+        self.verdicts.clear()
+        warnings = {}
+        searches = NEW_WARNINGS
+        for model, batches in groups.items():
+            queue = self._queue(model, batches, latest)
+            outlooks = queue.outlooks()
+            for batch in batches:
+                if outlook := outlooks.get(batch.id):
+                    self.verdicts[outlook.verdict] += 1
+                    if outlook.verdict in ("late", "unsure") and batch.id not in self._shortest and searches:
+                        searches -= 1
+                        self._shortest[batch.id] = queue.shortest(batch, self._rules.common.max_window_s)
+                    if outlook.message:
+                        warnings[batch.id] = self._warning(batch, outlook)
+        self.warnings = warnings
+        self._told = {(id, verdict) for id, verdict in self._told if id in self._open}
+        self._shortest = {id: words for id, words in self._shortest.items() if id in warnings}
+
+    def _warning(self, batch: Batch, outlook: Outlook) -> str:
+        """Return the message about a batch; a new one goes to the log."""
+        if outlook.verdict == "unknown":
+            return outlook.message
+        message = "; ".join(filter(None, (outlook.message, self._shortest.get(batch.id))))
+        if (batch.id, outlook.verdict) not in self._told:
+            self._told.add((batch.id, outlook.verdict))
+            logger.warning("%s: %s", batch.id, message)
+        return message
+
+    def foresee(self, batch: Batch, size: int) -> tuple[Batch, Outlook]:
+        """Return a new batch with what is known of it, and its outlook. May be called in any thread.
+
+        Args:
+            batch: The batch, which isn't stored yet.
+            size: Bytes of its input.
+
+        Raises:
+            OSError: The input can't be read.
+            DatabaseError: The database fails.
+        """
+        try:
+            found = sketch(self._content.path(batch.input_file), batch.endpoint, size)
+        except ContentLostError:
+            # Its validation says so.
+            return batch, Outlook("unknown")
+        batch = replace(batch, work=found.work, model=found.model)
+        model = self._profile_of(batch)
+        batches = [one for one in self._store.open_batches() if self._profile_of(one) == model]
+        latest = self._store.latest_batches(int(self._clock() - LATEST_S))
+        queue = self._queue(model, [*batches, batch], latest)
+        outlook = queue.outlook_of_new(batch, self._rules.common.max_window_s)
+        return replace(batch, promised=outlook.verdict == "holds"), outlook
+
+    def _queue(self, model: str, batches: list[Batch], latest: list[Batch]) -> Queue:
+        now = self._clock()
+        demand = Demand([one for one in latest if self._profile_of(one) == model], now)
+        profile = self._profiles.get(model)
+        return Queue(batches, profile.ahead(now) if profile else None, demand, now)
+
+    def _profile_of(self, batch: Batch) -> str:
+        """Return the name of the profile of a batch: its model; empty: it has several."""
+        return (self._client.base_of(batch.model) if batch.model else None) or ""
+
+    def _step(self) -> None:
+        """Begin what can be begun now."""
+        heads: dict[tuple[str | None, str], OpenBatch] = {}
+        # A row that was taken goes before those that weren't, also of a batch that came earlier.
+        due: dict[tuple[str | None, str], OpenBatch] = {}
+        validating = any(
+            one.busy and not one.resting and one.batch.state == "validating" for one in self._open.values()
+        )
+        for one in self._open.values():
+            if not one.in_flight:
+                # Rows in flight keep their places; without any, its adapter may have moved to another model.
+                one.base = self._client.base_of(one.batch.model) if one.batch.model else None
+            state, turn = one.batch.state, (one.base, one.batch.tenant)
+            if one.lost or state in ("finalizing", "cancelling") or self._clock() >= one.batch.expires_at:
+                self.rows.stop(one)
+                one.abort()
+            gone_s = self._keyless_s(one)
+            if gone_s is None:
+                if one.takes_rows and not one.exhausted:
+                    heads.setdefault(turn, one)
+                if one.due:
+                    due.setdefault(turn, one)
+            if one.busy:
+                continue
+            if gone_s is not None and gone_s >= self._key_gone_s:
+                self._begin(one, self._cancel)
+            elif state == "validating" and not one.lost:
+                # One at a time: it keeps a core busy.
+                if not validating and gone_s is None:
+                    validating = True
+                    self._begin(one, self._validate)
+            elif one.stopping.is_set() or one.exhausted:
+                if not one.in_flight:
+                    self._begin(one, self._end)
+            elif heads.get(turn) is one and not one.read and len(one.rows) < LOW_ROWS:
+                self._begin(one, self._read)
+        ready: dict[str | None, list[Run]] = {}
+        for (base, _), one in (heads | due).items():
+            if one.due or one.rows:
+                ready.setdefault(base, []).append(one)
+                one.meter = self._meter(base)
+        for base, runs in ready.items():
+            self.rows.fill(base, runs)
+
+    def _keyless_s(self, one: OpenBatch) -> float | None:
+        """Return the seconds for which the key of a batch holds no more; None: nothing depends on it."""
+        open = one.batch.state in ("validating", "in_progress") and not one.stopping.is_set()
+        if not open or (one.exhausted and not one.in_flight) or not self._rules.ended(one.batch.api_key):
+            one.keyless_since = None
+            return None
+        if one.keyless_since is None:
+            one.keyless_since = self._clock()
+        return self._clock() - one.keyless_since
+
+    def _begin(self, one: OpenBatch, work: Callable[[OpenBatch], Awaitable[None]]) -> None:
+        one.busy = True
+        self._group.create_task(self._do(one, work))
+
+    async def _do(self, one: OpenBatch, work: Callable[[OpenBatch], Awaitable[None]]) -> None:
+        try:
+            await work(one)
+        except ContentLostError as error:
+            one.lost = str(error)
+        except (StateError, NotFoundError, RequestError) as error:
+            # It was cancelled, or has ended and was deleted, since the store was read; or its key is gone.
+            logger.info("%s: %r", one.batch.id, error)
+        except (OSError, DatabaseError) as error:
+            logger.error("%s: next try in %g s: %s", one.batch.id, self._tick_s, error)
+            one.resting = True
+            self._changed.set()
+            await asyncio.sleep(self._tick_s)
+        finally:
+            one.busy = one.resting = False
+            self.notice()
+
+    async def _validate(self, one: OpenBatch) -> None:
+        batch = one.batch
+        path = self._content.path(batch.input_file)
+        await self._client.refresh()
+        rights = batch.rights or self._rules.rights(batch.api_key)
+        models = self._rules.models(rights)
+        limits = replace(self._rules.common, max_lines=rights["max_lines"])
+        found = await asyncio.to_thread(validate, path, batch.endpoint, models, limits)
+        if found.plan is None:
+            # An earlier validation, by other limits or models, may have left one.
+            await asyncio.to_thread(self._content.remove, plan_id(batch.id))
+            await asyncio.to_thread(self._store.end, batch.id, "failed", self._now(), found.errors)
+        else:
+            await finished(found.plan.keep, self._content, batch.id)
+            one.batch = await asyncio.to_thread(
+                self._store.move,
+                batch.id,
+                "in_progress",
+                self._now(),
+                total=found.total,
+                work=found.work,
+                model=found.model,
+            )
+
+    async def _cancel(self, one: OpenBatch) -> None:
+        """Cancel a batch whose key holds no more."""
+        batch = one.batch
+        if (what := self._rules.ended(batch.api_key)) is None:
+            return
+        message = f"The API key {batch.api_key!r}, which created this batch, {KEY_ENDED[what]}"
+        errors = [batch_error(f"api_key_{what}", message)]
+        logger.info("%s: %s", batch.id, message)
+        one.batch = await asyncio.to_thread(
+            self._store.move, batch.id, "cancelling", self._now(), errors=errors
+        )
+
+    async def _read(self, one: OpenBatch) -> None:
+        if one.unsent is None:
+            one.unsent = await finished(unsent, self._store, self._content, one.batch)
+        groups = max(1, one.in_flight // TOGETHER)
+        one.rows.extend(await asyncio.to_thread(one.unsent.take, self._content, groups))
+        if not one.unsent:
+            # The plan isn't needed in memory any more.
+            one.read, one.unsent = True, None
+
+    async def _end(self, one: OpenBatch) -> None:
+        """End a batch of which nothing is in flight."""
+        one.rows.clear()
+        batch = one.batch
+        if one.lost:
+            await finished(give_up, self._store, self._content, batch.id, one.lost, self._now())
+            return
+        if batch.state == "in_progress":
+            one.batch = await asyncio.to_thread(self._store.move, batch.id, "finalizing", self._now())
+        batch = await asyncio.to_thread(self._store.batch, batch.id)
+        await finished(close, self._store, self._content, batch, self._now())
+
+    def _rows_wait(self, base: str | None) -> bool:
+        """Return whether there are rows of a model that haven't been taken."""
+        return any(one.base == base and one.takes_rows and not one.exhausted for one in self._open.values())
+
+    def _write(self, id: str, results: Sequence[Result]) -> None:
+        record(self._store, self._content, id, results)
+
+    def _meter(self, base: str | None) -> Meter:
+        return self._meters.setdefault(base, Meter(self._clock))
+
+    def _measure(self, base: str | None, busy: bool) -> None:
+        """Learn what the engines of a model have room for."""
+        waiting = busy and self._rows_wait(base)
+        work, seconds = self._meter(base).look(waiting, self.rows.in_flight_of(base))
+        if seconds:
+            self._profiles.setdefault(base or "", Profile()).add(work, seconds, self._clock())
+            self._unsaved.add(base or "")
+
+    async def _save(self) -> None:
+        while True:
+            await asyncio.sleep(SAVE_S)
+            await self._save_profiles()
+
+    async def _save_profiles(self) -> None:
+        for model in list(self._unsaved):
+            try:
+                await asyncio.to_thread(self._store.keep_capacity, model, self._profiles[model].hours)
+                self._unsaved.discard(model)
+            except DatabaseError as error:
+                logger.warning("batches: what the engines have room for can't be stored: %s", error)
+
+    async def _tidy(self) -> None:
+        while True:
+            try:
+                limits = self._rules.common
+                await asyncio.to_thread(remove_expired, self._store, self._content, self._now(), limits)
+            except (OSError, DatabaseError) as error:
+                logger.error("files and batches whose time is over can't be deleted: %s", error)
+            await asyncio.sleep(TIDY_S)
+
+    def _now(self) -> int:
+        return int(self._clock())
