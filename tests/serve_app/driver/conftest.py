@@ -4,7 +4,7 @@ import pytest
 import ray
 from ray import serve
 
-from tests.serve_app.driver.handle import Handle
+from tests.serve_app.jobs.generate_handle import Handle
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from serve_app.driver.clients import HandleClient, HTTPClient
 from serve_app.driver.errors import DriverError
 from tests.progress import STILL_S
 from tests.serve_app.driver.fake import FakeService, failure, listening
-from tests.serve_app.driver.handle import Handle
+from tests.serve_app.jobs.generate_handle import Handle
 
 LIMIT_S = STILL_S
 BODY = {"prompts": ["a"]}

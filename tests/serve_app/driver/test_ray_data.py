@@ -10,7 +10,7 @@ import pytest
 from serve_app.driver.errors import DriverError
 from serve_app.driver.ray_data import Generate
 from tests.progress import STILL_S
-from tests.serve_app.driver.handle import Handle
+from tests.serve_app.jobs.generate_handle import Handle
 
 LIMIT_S = STILL_S
 DETAIL = {"finish_reason": "stop", "prompt_tokens": 1, "completion_tokens": 1}

@@ -1,0 +1,116 @@
+"""Calls of `/generate` over the handle of an Engine."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from ray import serve
+from ray.exceptions import ActorDiedError
+from ray.serve.exceptions import BackPressureError
+
+from serve_app.api.errors import EngineLostError, RequestError
+from serve_app.api.scheduling import Scheduling
+from serve_app.jobs.errors import RunError
+from serve_app.jobs.handle import HandleClient
+from serve_app.jobs.rows import Answer
+from tests.progress import STILL_S
+from tests.serve_app.jobs.generate_handle import Handle
+
+BODY = {"prompts": ["a"]}
+
+
+@pytest.fixture
+def handle(monkeypatch: pytest.MonkeyPatch) -> Handle:
+    """The handle of the Engine `demo` in the application `llm`, without a cluster."""
+    handle = Handle()
+    app = SimpleNamespace(deployments={"Engine:demo": None})
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={"llm": app}))
+    monkeypatch.setattr(serve, "get_deployment_handle", lambda *_, **__: handle)
+    return handle
+
+
+def send(**options: Any) -> "asyncio.Task[Answer]":
+    """Send a row."""
+    client = HandleClient("llm", "demo", **options)
+    return asyncio.ensure_future(client.send("/generate", BODY, Scheduling()))
+
+
+async def status_of(call: "asyncio.Task[Answer]") -> int:
+    """Return the status of the error with which a call ends."""
+    with pytest.raises(RequestError) as caught:
+        async with asyncio.timeout(STILL_S):
+            await call
+    return caught.value.status
+
+
+async def test_a_row_over_the_handle(handle: Handle) -> None:
+    call = send()
+    async with asyncio.timeout(STILL_S):
+        (await handle.asked.get()).future.set_result({"results": ["A"]})
+        assert await call == Answer(200, {"results": ["A"]})
+    assert handle.bodies == [BODY]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (RequestError(400, "invalid_request_error", "prompts: no"), 400),
+        (BackPressureError(num_queued_requests=1, max_queued_requests=1), 429),
+        (ConnectionError("gone"), 503),
+    ],
+)
+async def test_an_error_of_the_handle_has_a_status(handle: Handle, error: Exception, status: int) -> None:
+    call = send()
+    (await handle.asked.get()).future.set_exception(error)
+    assert await status_of(call) == status
+
+
+@pytest.mark.parametrize("error", [ActorDiedError(), EngineLostError()], ids=["replica", "vLLM's engine"])
+async def test_a_row_that_two_engines_are_lost_with_is_final(handle: Handle, error: Exception) -> None:
+    call = send()
+    async with asyncio.timeout(STILL_S):
+        for _ in range(2):
+            (await handle.asked.get()).future.set_exception(error)
+        with pytest.raises(RequestError, match="2 engines failed one after the other") as caught:
+            await call
+    assert caught.value.final
+    assert handle.asked.empty()
+
+
+async def test_a_row_whose_engine_is_lost_goes_to_another(handle: Handle) -> None:
+    call = send()
+    async with asyncio.timeout(STILL_S):
+        (await handle.asked.get()).future.set_exception(ActorDiedError())
+        (await handle.asked.get()).future.set_result({"results": ["A"]})
+        assert (await call).body == {"results": ["A"]}
+
+
+async def test_a_row_without_an_answer_is_given_up_and_cancelled(handle: Handle) -> None:
+    call = send(silence_s=0.01)
+    assert await status_of(call) == 503
+    assert handle.responses[0].cancelled
+
+
+async def test_a_row_that_serve_cancels_can_be_sent_again(handle: Handle) -> None:
+    call = send()
+    (await handle.asked.get()).future.cancel()
+    assert await status_of(call) == 503
+
+
+async def test_a_run_that_is_stopped_cancels_its_call(handle: Handle) -> None:
+    call = send()
+    await handle.asked.get()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        async with asyncio.timeout(STILL_S):
+            await call
+    assert handle.responses[0].cancelled
+
+
+@pytest.mark.usefixtures("handle")
+def test_an_unknown_engine_is_an_error_with_the_known_ones() -> None:
+    with pytest.raises(RunError, match="this cluster has: --app llm --model demo"):
+        HandleClient("llm", "other")
