@@ -16,7 +16,7 @@ from serve_app.jobs.pacing import Fixed
 from serve_app.settings.ingress import AccessSettings
 from tests.serve_app.jobs.engine import Engine
 from tests.serve_app.jobs.helpers import NOW, row
-from tests.serve_app.jobs.test_runner import Held, rows_of, running
+from tests.serve_app.jobs.test_batches import Held, rows_of, running
 
 SERVED = {"demo", "large"}
 ADAPTER = row("adapter", body={"model": "large", "messages": [{"role": "user", "content": "adapter"}]})

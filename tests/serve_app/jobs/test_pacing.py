@@ -1,14 +1,31 @@
-"""Waits between retries, and limits on concurrent calls."""
+"""Limits, waits and rates."""
 
+import dataclasses
 from collections import Counter, deque
 from itertools import count
 from statistics import mean
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.jobs.pacing import CAREFUL_S, GROWING_S, STEADY_S, Auto, Backoff, EngineLoad, Fixed
+from batcher import BatchStats
+from batcher.stats import ContinuousStats
+from serve_app.api.protocol import JSON
+from serve_app.jobs.pacing import (
+    CAREFUL_S,
+    GROWING_S,
+    STEADY_S,
+    WINDOW_S,
+    Auto,
+    Backoff,
+    EngineLoad,
+    Fixed,
+    Meter,
+    Rate,
+    engine_load,
+)
 
 
 @given(st.integers(1, 2000), st.none() | st.floats(0, 600))
@@ -235,3 +252,86 @@ def test_auto_fills_an_idle_fleet_in_two_seconds_and_no_queue(
     assert mean(busy) > 0.97
     # About as many as run, unless the first calls are too many already.
     assert fleet.most_waiting <= max(2 * places, 4 * records)
+
+
+def replica(**stats: Any) -> JSON:
+    values = {"capacity": 1_000_000, "max_running": 64} | stats
+    return {"replica": "a", "batcher": dataclasses.asdict(ContinuousStats(**values))}
+
+
+@pytest.mark.parametrize(
+    ("stats", "free"),
+    [
+        ({}, 64),
+        ({"running": 10, "running_cost": 10}, 54),
+        ({"running": 64, "running_cost": 64}, 0),
+        # 20 records of 100 tokens fit.
+        ({"running": 10, "running_cost": 1000, "capacity": 2000}, 10),
+        ({"running": 3, "running_cost": 1000, "capacity": 1100}, 0),
+        ({"running": 70, "running_cost": 70}, 0),
+        ({"running": 10, "running_cost": 10, "queue_depth": 4}, 50),
+        # Live traffic runs beside a background that fills the engine.
+        ({"running": 10, "running_cost": 1200, "capacity": 1000}, 0),
+    ],
+)
+def test_free_places_are_bounded_by_records_and_tokens(stats: JSON, free: int) -> None:
+    assert engine_load([replica(**stats)]).free == free
+
+
+def test_replicas_are_added_up() -> None:
+    full = replica(running=64, running_cost=64, queue_depth=100)
+    assert engine_load([full, replica(), replica(queue_depth=3)]) == EngineLoad(64, 103, 64 + 61)
+    assert engine_load([]) == EngineLoad(0, 0, 0)
+
+
+def test_the_places_of_a_function_are_not_known() -> None:
+    batcher = {"replica": "b", "batcher": dataclasses.asdict(BatchStats(running=2, queue_depth=3))}
+    assert engine_load([batcher, replica()]) == EngineLoad(2, 3, None)
+
+
+def test_the_rate_is_that_of_the_last_minute_with_rows() -> None:
+    now = 0.0
+    rate = Rate(lambda: now)
+    assert rate.per_s == 0
+    for second in range(200):
+        now = float(second)
+        rate.add(5 if second < 100 else 20)
+    assert rate.total == 500 + 2000
+    assert rate.per_s == pytest.approx(20, rel=0.05)
+    now += 10 * WINDOW_S
+    assert rate.per_s == pytest.approx(20, rel=0.05)
+
+
+def test_one_group_of_rows_is_no_rate() -> None:
+    now = 0.0
+    rate = Rate(lambda: now)
+    rate.add(100)
+    assert rate.per_s == 0
+
+
+def test_a_rate_falls_while_no_rows_come() -> None:
+    now = 0.0
+    rate = Rate(lambda: now)
+    for second in range(11):
+        now = float(second)
+        rate.add(10)
+    assert rate.per_s == pytest.approx(10)
+    now = 20.0
+    assert rate.per_s == pytest.approx(5)
+
+
+def test_work_is_measured_only_while_rows_wait() -> None:
+    now = 0.0
+    meter = Meter(lambda: now)
+
+    def look(waiting: bool) -> tuple[float, float]:
+        nonlocal now
+        now += 10.0
+        meter.add(4, 40.0)
+        return meter.look(waiting, 8)
+
+    assert [look(False) for _ in range(3)] == [(0.0, 0.0)] * 3
+    # The eight rows that were in flight when rows began to wait have to end first.
+    assert [look(True) for _ in range(5)] == [(0.0, 0.0)] * 3 + [(40.0, 10.0)] * 2
+    assert look(False) == (0.0, 0.0)
+    assert look(True) == (0.0, 0.0)

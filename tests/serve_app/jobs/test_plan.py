@@ -1,4 +1,4 @@
-"""The plan of a batch: the places of its rows, and the order in which they are sent."""
+"""Lines of an input, and the plan of its rows."""
 
 from collections.abc import Callable
 from itertools import groupby
@@ -13,10 +13,11 @@ from pydantic_core import from_json, to_json
 from serve_app.api.facts import inspect, prefix_of
 from serve_app.api.protocol import JSON
 from serve_app.jobs.content import Content, Contents
+from serve_app.jobs.errors import ContentLostError
 from serve_app.jobs.intake import validate
 from serve_app.jobs.limits import Limits
 from serve_app.jobs.models import Batch
-from serve_app.jobs.plan import Plan, plan_id, plan_of, unsent
+from serve_app.jobs.plan import Line, Plan, plan_id, plan_of, read_lines, unsent
 from serve_app.jobs.rows import Row, answered
 from serve_app.jobs.storage import close, give_up, record
 from serve_app.settings.ingress import IngressSettings
@@ -280,3 +281,31 @@ def test_a_batch_that_has_ended_has_no_plan(tmp_path: Path, lost: bool) -> None:
         close(site.store, site.content, site.store.move("b", "cancelling", NOW), NOW)
     assert site.content.size(plan_id("b")) is None
     site.store.close()
+
+
+def lines(folder: Path, text: bytes, most: int = 100) -> list[Line]:
+    path = folder / "in"
+    path.write_bytes(text)
+    return [*read_lines(path, most)]
+
+
+def test_lines_have_their_numbers_and_places(tmp_path: Path) -> None:
+    text = b"\xef\xbb\xbfone\n\n  \r\ntwo\r\n  three"
+    found = lines(tmp_path, text)
+    assert found == [Line(1, b"one", 3), Line(4, b"two", 12), Line(5, b"three", 19)]
+    assert all(text[line.offset :].startswith(line.text or b"?") for line in found)
+
+
+def test_a_long_line_is_not_kept(tmp_path: Path) -> None:
+    found = lines(tmp_path, b"x" * 35 + b"\n" + b"y" * 10 + b"\n" + b"z" * 11, 10)
+    assert found == [Line(1, None, 0), Line(2, b"y" * 10, 36), Line(3, None, 47)]
+
+
+def test_a_long_line_that_begins_with_spaces_is_one(tmp_path: Path) -> None:
+    found = lines(tmp_path, b" " * 20 + b"{}\n{}\n", 10)
+    assert [(line.number, line.text) for line in found] == [(1, None), (2, b"{}")]
+
+
+def test_a_file_that_is_gone_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ContentLostError):
+        next(read_lines(tmp_path / "in", 100))

@@ -1,6 +1,11 @@
+"""Rows, results, and their tokens."""
+
+from typing import Any
+
+import pytest
 from pydantic_core import from_json
 
-from serve_app.jobs.rows import EXPIRED, Row, answered, unrun
+from serve_app.jobs.rows import EXPIRED, NO_TOKENS, Row, Tokens, answered, together, tokens_of, unrun
 from tests.serve_app.jobs.helpers import row, text_of
 
 ROW = Row(7, text_of(row("ü\n", body={"model": "demo", "service_tier": "priority"})))
@@ -24,3 +29,46 @@ def test_other_statuses_are_errors() -> None:
     result = unrun("batch_1", ROW, EXPIRED)
     assert (result.is_error, result.is_unrun) == (True, True)
     assert from_json(result.text)["response"] is None
+
+
+@pytest.mark.parametrize(
+    ("usage", "tokens"),
+    [
+        ({"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}, Tokens(5, 0, 2, 0)),
+        (
+            {
+                "prompt_tokens": 5,
+                "completion_tokens": 2,
+                "prompt_tokens_details": {"cached_tokens": 4},
+                "completion_tokens_details": {"reasoning_tokens": 1},
+            },
+            Tokens(5, 4, 2, 1),
+        ),
+        (
+            {
+                "input_tokens": 5,
+                "output_tokens": 2,
+                "input_tokens_details": {"cached_tokens": 4},
+                "output_tokens_details": {"reasoning_tokens": 1},
+            },
+            Tokens(5, 4, 2, 1),
+        ),
+        ({"prompt_tokens": 5, "total_tokens": 5}, Tokens(5)),
+        ({"prompt_tokens": 5, "prompt_tokens_details": None}, Tokens(5)),
+        ({"prompt_tokens": -1, "completion_tokens": "2"}, NO_TOKENS),
+        ({"prompt_tokens": True, "completion_tokens": 1e300}, NO_TOKENS),
+        ([], NO_TOKENS),
+    ],
+)
+def test_an_answer_reports_its_tokens(usage: Any, tokens: Tokens) -> None:
+    assert tokens_of({"usage": usage}) == tokens
+
+
+@pytest.mark.parametrize("answer", [{}, [], None, "text"])
+def test_an_answer_may_report_none(answer: Any) -> None:
+    assert tokens_of(answer) == NO_TOKENS
+
+
+def test_tokens_are_added_up() -> None:
+    assert together([Tokens(1, 2, 3, 4), Tokens(10, 20, 30, 40)]) == Tokens(11, 22, 33, 44)
+    assert together([]) == NO_TOKENS

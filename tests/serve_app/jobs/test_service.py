@@ -1,4 +1,4 @@
-"""The parts together, opened and closed as the deployment does it."""
+"""The parts of the batches in one process."""
 
 import asyncio
 import re
@@ -17,10 +17,12 @@ from serve_app.api.scheduling import Scheduling
 from serve_app.jobs import service as service_module
 from serve_app.jobs.errors import DatabaseError, HeldError, StoreError
 from serve_app.jobs.forecast import DAY_S, Hour
-from serve_app.jobs.service import BatchService
+from serve_app.jobs.service import BatchesMetrics, BatchService
 from serve_app.relay.frame import unpack
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.batches import BatchesSettings
+from serve_app.telemetry import catalogue
+from serve_app.telemetry.meters import Meters
 from tests.progress import STILL_S
 from tests.serve_app.jobs.engine import Engine
 from tests.serve_app.jobs.helpers import CHAT, batch_of, commits, opened, put, row, text_of
@@ -316,3 +318,45 @@ async def test_a_missing_variable_with_the_database_is_told(tmp_path: Path) -> N
     settings = BatchesSettings(folder=str(tmp_path), database_env="SATURATE_NO_SUCH_VARIABLE")
     with pytest.raises(StoreError, match="has no variable SATURATE_NO_SUCH_VARIABLE"):
         await BatchService.open(settings, Engine(), {"demo"})
+
+
+STATS: JSON = {
+    "batches": {"validating": 1, "in_progress": 2, "finalizing": 0, "cancelling": 0},
+    "rows": {"waiting": 5, "in_flight": 3, "completed": 7, "failed": 1},
+    "eta_s": None,
+    "oldest_s": 60,
+    "late": 1,
+    "bytes": 1000,
+}
+
+
+async def test_statistics_become_metrics() -> None:
+    values: dict[tuple[str, ...], float] = {}
+
+    def make(metric: catalogue.Metric):  # type: ignore[no-untyped-def]
+        def record(value: float, labels: dict[str, str]) -> None:
+            key = (metric.name, *labels.values())
+            values[key] = values.get(key, 0) + value if metric.kind == "counter" else value
+
+        return record
+
+    async def stats() -> JSON:
+        return STATS
+
+    metrics = BatchesMetrics(stats, Meters(catalogue.BATCHES, make))
+    await metrics.report()
+    await metrics.report()
+    assert values == {
+        ("saturate_batches_open", "validating"): 1,
+        ("saturate_batches_open", "in_progress"): 2,
+        ("saturate_batches_open", "finalizing"): 0,
+        ("saturate_batches_open", "cancelling"): 0,
+        ("saturate_batches_rows", "waiting"): 5,
+        ("saturate_batches_rows", "in_flight"): 3,
+        ("saturate_batches_rows_total", "completed"): 7,
+        ("saturate_batches_rows_total", "failed"): 1,
+        ("saturate_batches_oldest_seconds",): 60,
+        ("saturate_batches_left_seconds",): 0,
+        ("saturate_batches_late",): 1,
+        ("saturate_batches_file_bytes",): 1000,
+    }

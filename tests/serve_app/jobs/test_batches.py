@@ -1,3 +1,5 @@
+"""Batches through their states."""
+
 import asyncio
 import errno
 import os

@@ -1,16 +1,17 @@
-"""The places of rows at the engines."""
+"""Which row is next."""
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 
 from serve_app.jobs.batches import OpenBatch
+from serve_app.jobs.models import STATES, State
 from serve_app.jobs.pacing import Fixed
 from serve_app.jobs.rows import Row
-from serve_app.jobs.scheduler import FILL_ROWS, Places
+from serve_app.jobs.scheduler import FILL_ROWS, Places, Shares
 from tests.progress import STILL_S
 from tests.serve_app.jobs.helpers import batch_of
 
@@ -178,3 +179,71 @@ def test_a_tenant_without_batches_is_forgotten_once_its_rows_have_ended() -> Non
     assert site.places.in_flight == 0
     # A tenant that comes anew takes all places.
     assert site.fill(batch("anna", 9)) == ["anna"] * 4
+
+
+WEIGHTS = {"anna": 3.0, "ben": 1.0}
+
+
+def starts(shares: Shares, limit: int, rows: int) -> list[str]:
+    """Return the tenants of rows of which `limit` are in flight; the earliest one ends first."""
+    in_flight: deque[str] = deque()
+    found = []
+    for _ in range(rows):
+        if len(in_flight) == limit:
+            shares.end(in_flight.popleft())
+        tenant = min(WEIGHTS, key=lambda name: shares.turn(name, WEIGHTS[name]))
+        shares.start(tenant, WEIGHTS[tenant])
+        in_flight.append(tenant)
+        found.append(tenant)
+    while in_flight:
+        shares.end(in_flight.popleft())
+    return found
+
+
+@pytest.mark.parametrize("limit", [1, 4, 8, 64])
+def test_rows_are_shared_by_weight(limit: int) -> None:
+    found = Counter(starts(Shares(), limit, 400))
+    assert found["anna"] == pytest.approx(300, abs=1)
+
+
+def test_a_tenant_that_joins_has_no_credit() -> None:
+    shares = Shares()
+    for _ in range(100):
+        shares.start("ben", 1.0)
+        shares.end("ben")
+    assert starts(shares, 1, 40).count("ben") == pytest.approx(10, abs=1)
+
+
+def test_tenants_without_batches_are_forgotten() -> None:
+    shares = Shares()
+    shares.start("anna", 1.0)
+    shares.start("ben", 1.0)
+    shares.end("ben")
+    shares.keep(set())
+    # One row is in flight still.
+    assert shares.turn("anna", 1.0)[0] == 1
+    shares.end("anna")
+    shares.keep({"anna"})
+    assert shares.turn("anna", 1.0)[1] > shares.turn("ben", 1.0)[1]
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_rows_are_sent_in_progress_only(state: State) -> None:
+    batch = OpenBatch(batch_of("b", "in", state=state))
+    assert batch.takes_rows == (state == "in_progress")
+
+
+async def test_no_row_is_sent_once_it_stops() -> None:
+    batch = OpenBatch(batch_of("b", "in", state="in_progress"))
+    batch.stopping.set()
+    assert not batch.takes_rows
+
+
+def test_it_is_exhausted_once_the_input_was_read_and_its_rows_were_taken() -> None:
+    batch = OpenBatch(batch_of("b", "in"))
+    assert not batch.exhausted
+    batch.rows.append(Row(1, b"{}"))
+    batch.read = True
+    assert not batch.exhausted
+    batch.rows.popleft()
+    assert batch.exhausted

@@ -1,3 +1,5 @@
+"""A row until its final answer."""
+
 import asyncio
 import threading
 import weakref
