@@ -188,6 +188,7 @@ class BatchRunner:
         self._key_gone_s = key_gone_s
         self._clock = clock
         self._open: dict[str, OpenBatch] = {}
+        self._validated: dict[str, int] = {}
         self._meters: dict[str | None, Meter] = {}
         self._stale = True
         self._stopping = False
@@ -246,6 +247,7 @@ class BatchRunner:
         self._open = found
         tenants = {batch.tenant for batch in batches}
         self.rows.keep(tenants)
+        self._validated = {tenant: turn for tenant, turn in self._validated.items() if tenant in tenants}
         seen = {(one.id, one.state) for one in batches}
         if seen != self._forecast_of or self._clock() - self._forecast_at >= WARN_S:
             await self._forecast()
@@ -328,6 +330,7 @@ class BatchRunner:
         heads: dict[tuple[str | None, str], OpenBatch] = {}
         # A row that was taken goes before those that weren't, also of a batch that came earlier.
         due: dict[tuple[str | None, str], OpenBatch] = {}
+        unvalidated: list[OpenBatch] = []
         validating = any(
             one.busy and not one.resting and one.batch.state == "validating" for one in self._open.values()
         )
@@ -350,15 +353,18 @@ class BatchRunner:
             if gone_s is not None and gone_s >= self._key_gone_s:
                 self._begin(one, self._cancel)
             elif state == "validating" and not one.lost:
-                # One at a time: it keeps a core busy.
-                if not validating and gone_s is None:
-                    validating = True
-                    self._begin(one, self._validate)
+                if gone_s is None:
+                    unvalidated.append(one)
             elif one.stopping.is_set() or one.exhausted:
                 if not one.in_flight:
                     self._begin(one, self._end)
             elif heads.get(turn) is one and not one.read and len(one.rows) < LOW_ROWS:
                 self._begin(one, self._read)
+        if unvalidated and not validating:
+            # One at a time: it keeps a core busy. The tenant is next whose last turn is the longest ago.
+            one = min(unvalidated, key=lambda one: self._validated.get(one.tenant, 0))
+            self._validated[one.tenant] = 1 + max(self._validated.values(), default=0)
+            self._begin(one, self._validate)
         ready: dict[str | None, list[Run]] = {}
         for (base, _), one in (heads | due).items():
             if one.due or one.rows:

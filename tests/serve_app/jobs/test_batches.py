@@ -198,6 +198,27 @@ async def test_what_the_engines_have_room_for_is_measured_and_kept(tmp_path: Pat
     store.close()
 
 
+async def test_tenants_take_turns_at_validation(tmp_path: Path) -> None:
+    order: list[str] = []
+
+    def note(point: str) -> None:
+        if point == "store.committed":
+            order.extend(
+                id
+                for id, tenant in tenants.items()
+                if id not in order and bench.store.batch(id, tenant).state != "validating"
+            )
+
+    tenants = {"a0": "anna", "a1": "anna", "a2": "anna", "b0": "ben", "b1": "ben", "c0": "cleo"}
+    async with running(tmp_path, Engine()) as bench:
+        for id, tenant in tenants.items():
+            bench.add(id, row(id), tenant=tenant)
+        bench.at = note
+        for id in tenants:
+            await bench.ended(id)
+    assert order == ["a0", "b0", "c0", "a1", "b1", "a2"]
+
+
 async def test_batches_with_one_deadline_go_in_the_order_of_their_arrival(tmp_path: Path) -> None:
     engine = Engine()
     async with running(tmp_path, engine, concurrency=Fixed(1)) as bench:
