@@ -1,8 +1,8 @@
 """Batch driver: sends a dataset through a service and writes each row's result exactly once."""
 
+from serve_app.dataset.errors import DriverError, InputError, OutputError, RowError
+from serve_app.dataset.prompts import Prompter
 from serve_app.driver.clients import Client, HandleClient, HTTPClient
-from serve_app.driver.errors import DriverError, InputError, OutputError, RowError
-from serve_app.driver.prompts import Prompter
 from serve_app.driver.running import run
 
 __all__ = [

@@ -15,8 +15,8 @@ from pydantic_core import from_json, to_json
 
 from serve_app.api.protocol import JSON
 from serve_app.client import base_url
+from serve_app.dataset.errors import CommandError, DriverError, output_error
 from serve_app.driver.api_progress import ENDED, Display
-from serve_app.driver.errors import CommandError, DriverError, output_error
 from serve_app.jobs.pacing import RETRYABLE, Backoff
 
 FIRST_POLL_S, MOST_POLL_S = 0.25, 5.0

@@ -7,9 +7,9 @@ from math import isfinite
 from typing import Any
 
 from serve_app.api.protocol import JSON
-from serve_app.driver.errors import CommandError, MissingColumnError, RowError
-from serve_app.driver.prompts import Prompt, Prompter
-from serve_app.driver.rows import Row
+from serve_app.dataset.errors import CommandError, MissingColumnError, RowError
+from serve_app.dataset.formats import Row
+from serve_app.dataset.prompts import Prompt, Prompter
 from serve_app.driver.spans import Spans
 
 UNREADABLE = {"invalid_row", "unreadable_rows"}

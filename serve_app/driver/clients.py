@@ -12,7 +12,7 @@ from serve_app.api.errors import EngineLostError, RequestError
 from serve_app.api.headers import KEEP_ALIVE
 from serve_app.api.protocol import JSON
 from serve_app.client import base_url
-from serve_app.driver.errors import DriverError
+from serve_app.dataset.errors import DriverError
 from serve_app.system import cancellation
 
 STATS_TIMEOUT_S = 10.0

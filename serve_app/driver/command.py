@@ -13,20 +13,20 @@ from typing import Any
 import click
 
 from serve_app.api.protocol import JSON
+from serve_app.dataset.errors import CommandError, DiskError, DriverError
+from serve_app.dataset.formats import Row, numbered
+from serve_app.dataset.prompts import Prompter, read_template
+from serve_app.dataset.readers import open_source
 from serve_app.driver.api_run import APIRun
 from serve_app.driver.chunks import chunked
 from serve_app.driver.clients import Client, HandleClient, HTTPClient
-from serve_app.driver.errors import CommandError, DiskError, DriverError
 from serve_app.driver.manifest import Manifest
 from serve_app.driver.options import ARGUMENTS, EPILOG, GROUPS, HELP, GroupedCommand, chosen, sampling_fields
 from serve_app.driver.output import Existing, Output, check_output
 from serve_app.driver.progress import Progress, open_progress
-from serve_app.driver.prompts import Prompter, read_template
 from serve_app.driver.report import report, table, write_report
-from serve_app.driver.rows import Row, numbered
 from serve_app.driver.run_stats import RunStats
 from serve_app.driver.running import Run, call_body
-from serve_app.driver.sources import Pipe, open_source
 from serve_app.jobs.pacing import Auto, Fixed
 from serve_app.system.command_line import INTERRUPTED, USAGE, run
 
@@ -128,7 +128,7 @@ class Session:
             f"{options.output.name}.report.json"
         )
         self._api_key = _api_key(options.api_key_env)
-        self._source = open_source(options.input, options.input_format)
+        self._source = open_source(options.input, options.input_format, options.separator)
         decisive = {
             "--model": options.model,
             "--prompt-column": None if template or options.messages_column else options.prompt_column,
@@ -138,6 +138,7 @@ class Session:
             "--messages-column": options.messages_column,
             "--id-column": options.id_column,
             "--limit": options.limit,
+            "--separator": options.separator,
             **{f"--{name.replace('_', '-')}": value for name, value in sampling.items()},
         }
         self._client = self._reach()
@@ -152,7 +153,7 @@ class Session:
     @property
     def waits_for_input(self) -> bool:
         """True if a thread of a run that has ended still waits for a pipe."""
-        return isinstance(self._source, Pipe) and self._run is not None and self._run.reading
+        return self._source.silent and self._run is not None and self._run.reading
 
     def run(self) -> int:
         """Run to the end and return the exit code."""

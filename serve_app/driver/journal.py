@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic_core import from_json, to_json
 
 from serve_app.api.protocol import JSON
-from serve_app.driver.errors import DiskError, OutputError, output_error
+from serve_app.dataset.errors import DiskError, OutputError, output_error
 from serve_app.driver.run_stats import Totals
 from serve_app.driver.spans import Spans
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from serve_app.api.protocol import JSON
-from serve_app.driver.errors import OutputError
+from serve_app.dataset.errors import OutputError
 from serve_app.driver.journal import write_whole
 
 VERSION = 1
@@ -84,9 +84,11 @@ def _short(value: object) -> str:
 
 
 def _changes(was: Mapping[str, object], now: Mapping[str, object]) -> str:
+    names = [name for name in dict.fromkeys([*was, *now]) if was.get(name) != now.get(name)]
+    if names == ["written"]:
+        return "files of the same names and sizes were written again"
     found = [
-        "other content" if name in {"content", "names"} else f"{name} {was.get(name)} -> {now.get(name)}"
-        for name in dict.fromkeys([*was, *now])
-        if was.get(name) != now.get(name)
+        "other content" if name in {"content", "written"} else f"{name} {was.get(name)} -> {now.get(name)}"
+        for name in names
     ]
     return ", ".join(dict.fromkeys(found))

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from serve_app.api.protocol import JSON, SamplingFields
 from serve_app.api.scheduling import TIER_PRIORITY
-from serve_app.driver.errors import DriverError
+from serve_app.dataset.errors import DriverError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -29,12 +29,14 @@ the rows that are done.
 EPILOG = """\
 \b
 Input:
-  prompts.jsonl, data.csv, data.parquet   a file (.jsonl and .csv also as .gz, .bz2, .zst)
+  prompts.jsonl, data.csv, data.parquet   a file: .jsonl, .json (lines or an array), .csv, .tsv,
+                                          .parquet; all but Parquet also as .gz, .bz2, .xz, .zst, .lz4
   data/                                   a folder and all folders below it
   'data/*.jsonl', 'data/**/*.parquet'     a pattern; quote it
   s3://bucket/data/, gs://bucket/x.jsonl  the same in object storage
-  hf://openai/gsm8k#main/test             a Hugging Face dataset: NAME#CONFIG/SPLIT
-  -                                       standard input
+  hf://openai/gsm8k#main/test             a Hugging Face dataset: OWNER/NAME#CONFIG/SPLIT
+  hf://datasets/me/mine/data/*.jsonl      files of a dataset
+  -, or a named pipe                      standard input; as in <(zcat rows.gz)
 
 \b
 Output:
@@ -243,7 +245,12 @@ GROUPS: dict[str, list[click.Parameter]] = {
         _option(
             "--input-format",
             "Format of an input whose name doesn't tell it; standard input is jsonl unless given.",
-            type=click.Choice(["jsonl", "csv", "parquet"]),
+            type=click.Choice(["jsonl", "json", "csv", "tsv", "parquet"]),
+        ),
+        _option(
+            "--separator",
+            "Character between the columns of CSV, such as ';' or '\\t'.  [default: , and a tab for .tsv]",
+            metavar="CHAR",
         ),
     ],
     "Sampling (by default as the service's config says)": [
@@ -313,6 +320,8 @@ def chosen(values: Mapping[str, Any]) -> SimpleNamespace:
     """
     options = SimpleNamespace(**values)
     _check_texts(options)
+    if options.separator is not None:
+        options.separator = _separator(options.separator)
     if options.api:
         _check_api(options)
     elif options.window != DEFAULT_WINDOW:
@@ -326,6 +335,13 @@ def chosen(values: Mapping[str, Any]) -> SimpleNamespace:
     if not options.app and not options.url:
         options.url = DEFAULT_URL
     return options
+
+
+def _separator(text: str) -> str:
+    found = "\t" if text == "\\t" else text
+    if len(found) != 1 or found in '"\r\n':
+        raise click.UsageError(f"--separator: must be one character, such as ; or \\t, not {text!r}")
+    return found
 
 
 SURROGATE = re.compile(r"[\ud800-\udfff]")

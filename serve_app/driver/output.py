@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from serve_app.api.protocol import JSON
-from serve_app.driver.errors import OutputError
+from serve_app.dataset.errors import OutputError
 from serve_app.driver.journal import Journal
 from serve_app.driver.manifest import Manifest, manifest_path, read_manifest
 from serve_app.driver.parquet import write_parquet

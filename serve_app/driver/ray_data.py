@@ -6,12 +6,12 @@ from typing import Any
 
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import ServiceTier
+from serve_app.dataset.errors import DriverError
+from serve_app.dataset.formats import numbered
+from serve_app.dataset.prompts import Prompter
 from serve_app.driver.chunks import chunked
 from serve_app.driver.clients import HandleClient
-from serve_app.driver.errors import DriverError
 from serve_app.driver.parquet import result_columns
-from serve_app.driver.prompts import Prompter
-from serve_app.driver.rows import numbered
 from serve_app.driver.run_stats import RunStats
 from serve_app.driver.running import call_body
 from serve_app.driver.sending import Sender

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from serve_app.api.protocol import JSON
-from serve_app.driver.errors import OutputError
+from serve_app.dataset.errors import OutputError
 from serve_app.driver.journal import write_whole
 
 

@@ -8,14 +8,14 @@ from typing import Any, Literal
 
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import ServiceTier
+from serve_app.dataset.errors import DriverError
+from serve_app.dataset.formats import numbered
+from serve_app.dataset.prompts import Prompter
+from serve_app.dataset.readers import open_source
 from serve_app.driver.chunks import Chunk, chunked
 from serve_app.driver.clients import Client
-from serve_app.driver.errors import DriverError
-from serve_app.driver.prompts import Prompter
-from serve_app.driver.rows import numbered
 from serve_app.driver.run_stats import RunStats
 from serve_app.driver.sending import Sender, StoppedError
-from serve_app.driver.sources import open_source
 from serve_app.jobs.pacing import Auto, Backoff, Concurrency, Fixed
 
 

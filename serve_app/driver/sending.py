@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
+from serve_app.dataset.errors import DriverError, RowError
 from serve_app.driver.chunks import Chunk, Item
 from serve_app.driver.clients import Client
-from serve_app.driver.errors import DriverError, RowError
 from serve_app.driver.run_stats import RunStats
 from serve_app.jobs.pacing import RETRYABLE, Backoff, Concurrency
 from serve_app.system.waiting import wait_for_event

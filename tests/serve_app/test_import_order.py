@@ -10,7 +10,8 @@ ROOT = Path(__file__).parents[2]
 
 ORDER = [
     {"app", "cli"},
-    {"driver", "models", "tuning"},
+    {"driver"},
+    {"dataset", "models", "tuning"},
     {"client", "jobs"},
     {"ingress"},
     {"engine"},

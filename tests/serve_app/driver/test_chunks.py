@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serve_app.dataset.errors import CommandError, RowError
+from serve_app.dataset.formats import Row, numbered
+from serve_app.dataset.prompts import Prompter
 from serve_app.driver.chunks import Item, chunked
-from serve_app.driver.errors import CommandError, RowError
-from serve_app.driver.prompts import Prompter
-from serve_app.driver.rows import Row, numbered
 from serve_app.driver.spans import Spans
 
 

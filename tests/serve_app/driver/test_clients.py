@@ -12,8 +12,8 @@ from ray.serve.exceptions import BackPressureError
 
 from serve_app.api.errors import EngineLostError, RequestError
 from serve_app.api.protocol import JSON
+from serve_app.dataset.errors import DriverError
 from serve_app.driver.clients import HandleClient, HTTPClient
-from serve_app.driver.errors import DriverError
 from tests.progress import STILL_S
 from tests.serve_app.driver.fake import FakeService, failure, listening
 from tests.serve_app.jobs.generate_handle import Handle

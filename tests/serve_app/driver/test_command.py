@@ -630,6 +630,62 @@ def test_a_broken_file_among_good_ones(tmp_path: Path, url: str, service: FakeSe
     assert len(service.calls) == calls
 
 
+# Forms of the input
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("in.csv", "prompt,prompt\na,b\n", "2 columns have the name 'prompt'"),
+        ("in.csv", "id;prompt\n1;a\n", "say --separator ';'"),
+        ("in.json", '{\n  "prompt": "a"\n}\n', "a JSON value over several lines"),
+        ("in.parquet", "nothing", "not a readable Parquet file"),
+    ],
+)
+def test_a_file_that_is_no_dataset_is_told_before_a_row_is_sent(
+    tmp_path: Path,
+    url: str,
+    service: FakeService,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    content: str,
+    message: str,
+) -> None:
+    (tmp_path / name).write_text(content)
+    assert batch(tmp_path / name, tmp_path / "out.jsonl", "--url", url) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {name}")
+    assert message in said
+    assert service.calls == []
+
+
+def test_a_json_array_and_another_separator(tmp_path: Path, url: str) -> None:
+    (tmp_path / "in.json").write_text(json.dumps([{"prompt": "a"}, {"prompt": "b"}], indent=2))
+    assert batch(tmp_path / "in.json", tmp_path / "out.jsonl", "--url", url) == 0
+    (tmp_path / "in.csv").write_text("id|prompt\n1|a\n2|b\n")
+    assert batch(tmp_path / "in.csv", tmp_path / "2.jsonl", "--url", url, "--separator", "|") == 0
+    for name in ("out.jsonl", "2.jsonl"):
+        assert [row["result"] for row in rows(tmp_path / name)] == ["A", "B"]
+
+
+def test_a_process_substitution(tmp_path: Path, url: str) -> None:
+    command = f'{sys.executable} -m serve_app.cli batch <(echo \'{{"prompt": "a"}}\') {tmp_path}/out.jsonl'
+    done = run(["bash", "-c", f"{command} --url {url}"])
+    assert done.returncode == 0, done.stderr
+    assert [row["result"] for row in rows(tmp_path / "out.jsonl")] == ["A"]
+
+
+def test_an_input_that_was_written_again_is_told(
+    tmp_path: Path, questions: Path, url: str, service: FakeService, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert batch(questions, tmp_path / "out.jsonl", "--url", url) == 0
+    os.utime(questions, (1, 1))
+    assert batch(questions, tmp_path / "out.jsonl", "--url", url) == 2
+    assert "files of the same names and sizes were written again" in capsys.readouterr().err
+    assert batch(questions, tmp_path / "out.jsonl", "--url", url, "--resume") == 0
+    assert set(service.served.values()) == {1}
+
+
 # A pipe that stays silent
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from serve_app.dataset.errors import DiskError, OutputError
 from serve_app.driver.chunks import Item
-from serve_app.driver.errors import DiskError, OutputError
 from serve_app.driver.journal import Journal, write_whole
 from tests.serve_app.driver.disk import failing_sync, full
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.driver.errors import OutputError
+from serve_app.dataset.errors import OutputError
 from serve_app.driver.manifest import VERSION, Manifest, manifest_path, read_manifest
 
 MANIFEST = Manifest({"--model": "m", "--limit": None}, {"files": 1, "bytes": 10, "content": "a"})

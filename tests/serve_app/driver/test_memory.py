@@ -17,10 +17,10 @@ from pathlib import Path
 from serve_app.driver.chunks import chunked
 from serve_app.driver.manifest import Manifest
 from serve_app.driver.output import Output
-from serve_app.driver.prompts import Prompter
-from serve_app.driver.rows import numbered
+from serve_app.dataset.prompts import Prompter
+from serve_app.dataset.formats import numbered
+from serve_app.dataset.readers import open_source
 from serve_app.driver.running import Run
-from serve_app.driver.sources import open_source
 
 class Echo:
     async def generate(self, body):

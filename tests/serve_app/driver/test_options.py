@@ -8,8 +8,8 @@ import click
 import pytest
 
 from serve_app.api.protocol import SamplingFields
+from serve_app.dataset.errors import DriverError
 from serve_app.driver.command import main
-from serve_app.driver.errors import DriverError
 from serve_app.driver.options import (
     ARGUMENTS,
     DEFAULT_URL,

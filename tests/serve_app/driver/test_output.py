@@ -7,11 +7,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from serve_app.api.protocol import JSON
+from serve_app.dataset.errors import OutputError
+from serve_app.dataset.formats import read_jsonl
 from serve_app.driver.chunks import Item
-from serve_app.driver.errors import OutputError
 from serve_app.driver.manifest import Manifest, manifest_path
 from serve_app.driver.output import Output, check_output
-from serve_app.driver.rows import read_jsonl
 
 MANIFEST = Manifest({"--model": "m"}, {"bytes": 10})
 OTHER = Manifest({"--model": "n"}, {"bytes": 10})

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from serve_app.driver.errors import DriverError
+from serve_app.dataset.errors import DriverError
 from serve_app.driver.ray_data import Generate
 from tests.progress import STILL_S
 from tests.serve_app.jobs.generate_handle import Handle

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.driver.errors import OutputError
+from serve_app.dataset.errors import OutputError
 from serve_app.driver.report import report, table, write_report
 from serve_app.driver.run_stats import RunStats, Totals
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from starlette.responses import PlainTextResponse, Response
 
 from serve_app.api.protocol import JSON
+from serve_app.dataset.formats import numbered
 from serve_app.driver import DriverError, HTTPClient, Prompter
 from serve_app.driver.chunks import chunked
-from serve_app.driver.rows import numbered
 from serve_app.driver.running import Run, call_body, run
 from serve_app.jobs.pacing import Auto, Backoff, Concurrency, Fixed
 from tests.progress import STILL_S

@@ -7,9 +7,9 @@ import pytest
 from starlette.responses import Response
 
 from serve_app.api.protocol import JSON
+from serve_app.dataset.errors import DriverError, RowError
 from serve_app.driver.chunks import Chunk, Item
 from serve_app.driver.clients import HTTPClient
-from serve_app.driver.errors import DriverError, RowError
 from serve_app.driver.run_stats import RunStats
 from serve_app.driver.sending import GaveUpError, Sender, StoppedError
 from serve_app.jobs.pacing import Backoff, Fixed

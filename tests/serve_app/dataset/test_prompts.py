@@ -1,12 +1,13 @@
 """Prompts from rows."""
 
+import json
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 
-from serve_app.driver.errors import DriverError, RowError
-from serve_app.driver.prompts import Prompter, read_template
+from serve_app.dataset.errors import DriverError, RowError
+from serve_app.dataset.prompts import Prompter, read_template
 
 ROW = {"prompt": "hi", "name": "Ada", "n": 2, "a b": "c", "messages": [{"role": "user", "content": "x"}]}
 
@@ -68,3 +69,19 @@ def test_a_template_from_a_file(tmp_path: Path) -> None:
     assert read_template("{{ b }}") == "{{ b }}"
     with pytest.raises(DriverError, match="No such file"):
         read_template("@nowhere")
+
+
+def test_a_chat_as_json_text() -> None:
+    prompter = Prompter(messages_column="messages")
+    chat = [{"role": "user", "content": "a"}]
+    assert prompter.prompt({"messages": json.dumps(chat)}) == chat
+    for text in ("no json", '"a"', "[1]", "{}"):
+        with pytest.raises(RowError, match="messages: must be a list of messages"):
+            prompter.prompt({"messages": text})
+
+
+def test_bytes_that_are_not_text_fail_their_row() -> None:
+    with pytest.raises(RowError, match="prompt: must be text, not bytes that are not UTF-8"):
+        Prompter().prompt({"prompt": b"\xff"})
+    with pytest.raises(RowError, match="the template: a value is not UTF-8"):
+        Prompter(template="{{ prompt }}").prompt({"prompt": b"\xff"})

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from serve_app.driver.errors import CommandError, DriverError, InputError, OutputError, RowError
+from serve_app.dataset.errors import CommandError, DriverError, InputError, OutputError, RowError
 
 
 @pytest.mark.parametrize("kind", [CommandError, InputError, OutputError])

@@ -1,11 +1,14 @@
 """Prompts from rows: texts to complete, or the messages of a chat."""
 
+from contextlib import suppress
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import from_json
+
 from serve_app.api.protocol import JSON
-from serve_app.driver.errors import DriverError, MissingColumnError, RowError, extra
+from serve_app.dataset.errors import DriverError, MissingColumnError, RowError, extra
 
 Prompt = str | list[JSON]
 """A text to complete, or the messages of a chat."""
@@ -56,6 +59,10 @@ class Prompter:
         """
         if self._messages_column:
             messages = self._value(values, self._messages_column)
+            if isinstance(messages, str):
+                # As CSV and many Parquet files have them.
+                with suppress(ValueError):
+                    messages = from_json(messages)
             if not isinstance(messages, list) or not all(isinstance(item, dict) for item in messages):
                 raise RowError("invalid_row", f"{self._messages_column}: must be a list of messages")
             if not messages:
@@ -73,7 +80,7 @@ class Prompter:
         if self._template is None:
             text = self._value(values, self._column)
             if not isinstance(text, str):
-                raise RowError("invalid_row", f"{self._column}: must be text, not {type(text).__name__}")
+                raise RowError("invalid_row", f"{self._column}: must be text, not {_kind(text)}")
             return text
         import jinja2
 
@@ -100,6 +107,17 @@ class Prompter:
 
 def _columns(values: JSON) -> str:
     return ", ".join(map(str, values)) or "none"
+
+
+def _kind(value: object) -> str:
+    return "bytes that are not UTF-8" if isinstance(value, bytes) else type(value).__name__
+
+
+def _shown(value: object) -> object:
+    """Return a value as a template shows it."""
+    if isinstance(value, bytes):
+        raise ValueError("a value is not UTF-8")
+    return value
 
 
 def _is_json(value: object) -> bool:
@@ -137,7 +155,9 @@ def _compile(template: str) -> Any:
     except ImportError:
         raise DriverError(f"--template needs {extra('driver')}") from None
     # By default Jinja renders an unknown column as nothing, which would hide the error.
-    environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+    environment = ImmutableSandboxedEnvironment(
+        undefined=jinja2.StrictUndefined, keep_trailing_newline=True, finalize=_shown
+    )
     try:
         return environment.from_string(template)
     except jinja2.TemplateSyntaxError as error:

@@ -1,0 +1,1 @@
+"""Datasets: `saturate batch` sends every row of a dataset through a service."""

@@ -1,0 +1,616 @@
+"""Readers: every kind of input gives the same rows, and what is wrong in one is named with its place."""
+
+import csv
+import gzip
+import hashlib
+import io
+import json
+import os
+import sys
+import threading
+import zlib
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_app.dataset.errors import CommandError, InputError, RowError
+from serve_app.dataset.formats import (
+    CorruptError,
+    FormError,
+    Row,
+    numbered,
+    read_csv,
+    read_jsonl,
+    read_parquet,
+)
+from serve_app.dataset.readers import Pipe, Source, open_source
+from tests.serve_app.dataset.bucket import bucket, google_bucket
+
+ROWS = [{"id": f"r{number}", "prompt": f'a, "b"\n{number} ä'} for number in range(25)]
+JSONL = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+CSV = ('"id","prompt"\r\n' + "".join(f'{r["id"]},"a, ""b""\n{n} ä"\r\n' for n, r in enumerate(ROWS))).encode()
+
+
+def rows(source: Source) -> list[Any]:
+    return list(source.values())
+
+
+def errors(source: Source) -> list[str]:
+    return [row.message for row in rows(source) if isinstance(row, RowError)]
+
+
+def write(path: Path) -> Path:
+    match path.suffixes:
+        case [".csv"]:
+            path.write_bytes(CSV)
+        case [".parquet"]:
+            pq.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=10)
+        case [".jsonl", ".gz"]:
+            path.write_bytes(gzip.compress(JSONL))
+        case _:
+            path.write_bytes(JSONL)
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.csv", "a.parquet", "a.jsonl.gz", "a[1].jsonl"])
+def test_a_file(tmp_path: Path, name: str) -> None:
+    source = open_source(str(write(tmp_path / name)))
+    assert rows(source) == ROWS
+    assert source.share_read() in (1.0, None)
+
+
+def test_a_folder_is_read_in_the_order_of_names(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    for number, name in enumerate(["b/1.jsonl", "a.jsonl", "c.csv", ".hidden.jsonl", "_tmp.jsonl", "x.txt"]):
+        (tmp_path / name).write_text("id\n2" if name == "c.csv" else json.dumps({"id": number}))
+    assert rows(open_source(str(tmp_path))) == [{"id": 1}, {"id": 0}, {"id": "2"}]
+
+
+def test_patterns(tmp_path: Path) -> None:
+    (tmp_path / "b" / "c").mkdir(parents=True)
+    for name in ["1.jsonl", "2.jsonl", "b/3.jsonl", "b/c/4.jsonl"]:
+        (tmp_path / name).write_text(json.dumps({"id": name}))
+
+    def found(pattern: str) -> list[str]:
+        return [row["id"] for row in rows(open_source(f"{tmp_path}/{pattern}"))]
+
+    assert found("*.jsonl") == ["1.jsonl", "2.jsonl"]
+    assert found("[2-9].jsonl") == ["2.jsonl"]
+    assert found("*/*.jsonl") == ["b/3.jsonl"]
+    assert found("**/*.jsonl") == ["1.jsonl", "2.jsonl", "b/3.jsonl", "b/c/4.jsonl"]
+
+
+def test_object_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    parquet = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(ROWS), parquet)
+    with bucket("data", {"in/a.jsonl": JSONL, "in/b.parquet": parquet.getvalue(), "c.txt": b"-"}) as options:
+        assert rows(open_source(f"s3://data/in/a.jsonl{options}")) == ROWS
+        assert rows(open_source(f"s3://data/in{options}")) == ROWS * 2
+        assert rows(open_source(f"s3://data/in/*.parquet{options}")) == ROWS
+        assert open_source(f"s3://data/in{options}").fingerprint()["bytes"] > len(JSONL)
+        with pytest.raises(InputError, match="no such file"):
+            open_source(f"s3://data/other.jsonl{options}")
+
+
+def test_objects_of_google() -> None:
+    with google_bucket("data", {"in/a.jsonl": JSONL, "in/b.csv": CSV, "c.txt": b"-"}) as options:
+        assert rows(open_source(f"gs://anonymous@data/in/a.jsonl{options}")) == ROWS
+        assert rows(open_source(f"gs://anonymous@data/in/*.jsonl{options}")) == ROWS
+        assert len(rows(open_source(f"gs://anonymous@data/in{options}"))) == 2 * len(ROWS)
+        with pytest.raises(InputError, match="no such file"):
+            open_source(f"gs://anonymous@data/other.jsonl{options}")
+
+
+def buffered(content: bytes) -> io.BufferedReader:
+    return io.BufferedReader(io.BytesIO(content))
+
+
+def test_a_pipe() -> None:
+    assert rows(Pipe(buffered(JSONL), "jsonl")) == ROWS
+    assert rows(Pipe(buffered(CSV), "csv")) == ROWS
+    with pytest.raises(InputError, match="name the file"):
+        Pipe(buffered(b""), "parquet")
+
+
+HUB = "datasets/me/sums@refs/convert/parquet"
+
+
+def hub(text: str) -> tuple[Any, str]:
+    """Return the file system of a Hub with a dataset of three configs, in memory."""
+    system = fsspec.filesystem("memory")
+    parquet = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(ROWS), parquet)
+    for folder in ("default/train", "default/test", "other/test", "big/partial-train"):
+        system.pipe(f"/{HUB}/{folder}/0000.parquet", parquet.getvalue())
+    system.pipe("/datasets/me/sums/data/a.jsonl", JSONL)
+    return system, text.replace("hf://", "/")
+
+
+def test_a_dataset_of_the_hugging_face_hub() -> None:
+    for text in ("hf://me/sums", "hf://me/sums#test", "hf://me/sums#other/test"):
+        assert rows(open_source(text, filesystems=hub)) == ROWS
+    assert rows(open_source("hf://datasets/me/sums/**/*.jsonl", filesystems=hub)) == ROWS
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("hf://me/sums#train2", "no split 'train2'; there are: test, train"),
+        ("hf://me/sums#nothing/train", "no config 'nothing'; there are: big, default, other"),
+        ("hf://me/sums#big/train", "only a part of this split: name its files, as in hf://datasets/me/sums/"),
+        ("hf://me/unknown", "no such dataset"),
+        ("hf:///data/sums", "a local folder is named without hf://"),
+        ("hf://gsm8k", "is hf://OWNER/NAME#CONFIG/SPLIT"),
+    ],
+)
+def test_a_dataset_that_is_not_there_is_told(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        open_source(text, filesystems=hub)
+
+
+def test_the_error_of_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(InputError, match=r"saturate\[hf\]; in a checkout: pip install -e '\.\[hf\]'"):
+        open_source("hf://openai/gsm8k")
+
+
+def test_bad_lines_are_errors_of_their_rows(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"id": 1}\n\n{"id": \n[1]\n{"id": "\xff"}\n{"id": 2}')
+    source = open_source(str(path))
+    values = rows(source)
+    assert [row for row in values if isinstance(row, dict)] == [{"id": 1}, {"id": 2}]
+    found = errors(source)
+    assert [message.partition(": ")[0] for message in found] == [f"a.jsonl, line {n}" for n in (3, 4, 5)]
+
+
+def test_bad_lines_of_csv_are_errors_of_their_rows(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"id,prompt\n1,a,b\n2,\xff\n3,c\n")
+    values = rows(open_source(str(path)))
+    assert values[2] == {"id": "3", "prompt": "c"}
+    assert "more values than the 2 columns" in values[0].message
+    assert "line 3: not UTF-8" in values[1].message
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nothing.jsonl", "no such file or folder"),
+        ("nothing-*.jsonl", "no file there that ends in"),
+        ("a.txt", "--input-format"),
+        ("bad.parquet", "not a readable Parquet file"),
+        ("s4://bucket/a.jsonl", "Protocol not known: s4"),
+        ("~no user/a.jsonl", "no such file or folder"),
+    ],
+)
+def test_an_input_that_can_not_be_read_is_an_error(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "bad.parquet").write_text("x")
+    with pytest.raises(InputError, match=message):
+        rows(open_source(name if "://" in name or name.startswith("~") else f"{tmp_path}/{name}"))
+
+
+# Broken files
+
+
+def compressed(suffix: str, text: bytes) -> bytes:
+    name = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}[suffix]
+    buffer = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(buffer, name) as stream:
+        # Several blocks of the compression.
+        for start in range(0, len(text), 100_000):
+            stream.write(text[start : start + 100_000])
+            stream.flush()
+    content: bytes = buffer.getvalue().to_pybytes()
+    return content
+
+
+MANY = [{"id": number, "prompt": hashlib.sha256(b"%d" % number).hexdigest() * 3} for number in range(5000)]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".zst", ".lz4"])
+@pytest.mark.parametrize("kept", [0.6, 0.99])
+def test_the_rows_before_the_broken_place_are_read_and_the_next_file_too(
+    tmp_path: Path, suffix: str, kept: float
+) -> None:
+    content = compressed(suffix, "".join(json.dumps(row) + "\n" for row in MANY).encode())
+    (tmp_path / f"a.jsonl{suffix}").write_bytes(content[: int(len(content) * kept)])
+    write(tmp_path / "b.jsonl")
+    source = open_source(str(tmp_path))
+    *readable, error = rows(source)[: -len(ROWS)]
+    assert readable == MANY[: len(readable)]
+    # bz2 has blocks of 900 kB.
+    assert len(readable) > (kept - (0.6 if suffix == ".bz2" else 0.15)) * len(MANY)
+    assert isinstance(error, RowError)
+    assert error.type == "unreadable_rows"
+    assert f"a.jsonl{suffix}: " in error.message
+    assert f"What follows row {len(readable)} of this file" in error.message
+    assert rows(source)[-len(ROWS) :] == ROWS
+    assert len(rows(source)) == len(readable) + 1 + len(ROWS), "each time the same"
+
+
+@pytest.mark.parametrize("lines", range(1, 30))
+def test_no_row_before_the_end_of_a_truncated_file_is_lost(tmp_path: Path, lines: int) -> None:
+    content = zlib.compressobj(wbits=zlib.MAX_WBITS | 16)
+    text = "".join(json.dumps(row) + "\n" for row in MANY[:lines]).encode()
+    (tmp_path / "a.jsonl.gz").write_bytes(content.compress(text) + content.flush(zlib.Z_SYNC_FLUSH))
+    *readable, error = rows(open_source(str(tmp_path)))
+    assert readable == MANY[:lines]
+    assert isinstance(error, RowError)
+
+
+def test_an_input_of_one_file_that_can_not_be_read_at_all_ends_the_run(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(JSONL)
+    with pytest.raises(InputError, match=r"a\.jsonl\.gz: "):
+        rows(open_source(str(tmp_path)))
+
+
+def test_a_row_group_that_is_broken_is_one_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    table = pa.Table.from_pylist(MANY)
+    pq.write_table(table, path, row_group_size=1000, compression="snappy", use_dictionary=False)
+    start = pq.ParquetFile(path).metadata.row_group(2).column(1).data_page_offset
+    content = bytearray(path.read_bytes())
+    content[start : start + 40] = b"x" * 40
+    path.write_bytes(content)
+    found = rows(open_source(str(path)))
+    (error,) = [row for row in found if isinstance(row, RowError)]
+    assert error.type == "unreadable_rows"
+    assert "a.parquet, row group 2: 1,000 rows can't be read" in error.message
+    assert [row for row in found if isinstance(row, dict)] == MANY[:2000] + MANY[3000:]
+
+
+def test_text_of_parquet_that_is_not_utf_8_fails_its_row(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    text = pa.Array.from_buffers(pa.string(), 3, pa.array([b"a", b"\xff", b"c"], pa.binary()).buffers())
+    pq.write_table(pa.table({"prompt": text}), path)
+    first, error, last = rows(open_source(str(path)))
+    assert (first, last) == ({"prompt": "a"}, {"prompt": "c"})
+    assert isinstance(error, RowError)
+    assert "not UTF-8" in error.message
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.csv", "a.parquet"])
+def test_storage_that_fails_is_not_taken_for_a_broken_file(tmp_path: Path, name: str) -> None:
+    write(tmp_path / name)
+    write(tmp_path / "b.jsonl")
+
+    class Failing(fsspec.implementations.local.LocalFileSystem):  # type: ignore[misc]
+        def _open(self, *arguments: Any, **options: Any) -> Any:
+            file = super()._open(*arguments, **options)
+            file.f = Gone(file.f.read())
+            return file
+
+    class Gone(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            raise OSError("the network is gone")
+
+    source = open_source(str(tmp_path), filesystems=lambda text: (Failing(skip_instance_cache=True), text))
+    with pytest.raises(InputError, match=f"{name}: the network is gone") as caught:
+        rows(source)
+    assert not isinstance(caught.value, CommandError), "another try may succeed"
+
+
+def test_a_format_can_be_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(JSONL)
+    assert rows(open_source(f"{tmp_path}/a.txt", "jsonl")) == ROWS
+
+
+def test_a_change_shows_in_the_fingerprint(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl")
+    os.utime(path, (1, 1))
+    before = open_source(str(path)).fingerprint()
+    assert open_source(str(path)).fingerprint() == before
+    path.write_bytes(JSONL.replace(b"7", b"8"))
+    changed = open_source(str(path)).fingerprint()
+    assert {key for key in changed if changed[key] != before[key]} == {"written"}
+    path.write_bytes(JSONL)
+    os.utime(path, (1, 1))
+    assert open_source(str(path)).fingerprint() == before
+    write(tmp_path / "b.jsonl")
+    assert open_source(str(tmp_path)).fingerprint() != before
+
+
+def test_no_content_is_read_for_a_fingerprint(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl")
+
+    class Unread(fsspec.implementations.local.LocalFileSystem):  # type: ignore[misc]
+        def _open(self, *arguments: Any, **options: Any) -> Any:
+            raise AssertionError("read")
+
+    source = open_source(str(tmp_path), filesystems=lambda text: (Unread(skip_instance_cache=True), text))
+    assert source.fingerprint()["bytes"] == len(JSONL)
+
+
+# Names
+
+
+def test_a_pattern_takes_no_file_that_it_does_not_name(tmp_path: Path) -> None:
+    for name in ["data/a.jsonl", "data/b/a.jsonl", "data/b/c/a.jsonl", "data/zza.jsonl", "data/b/zza.jsonl"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(json.dumps({"id": name}))
+
+    def found(pattern: str) -> list[str]:
+        return [row["id"] for row in rows(open_source(f"{tmp_path}/{pattern}"))]
+
+    assert found("data/**/a.jsonl") == ["data/a.jsonl", "data/b/a.jsonl", "data/b/c/a.jsonl"]
+    assert found("data/**/b/*.jsonl") == ["data/b/a.jsonl", "data/b/zza.jsonl"]
+    with pytest.raises(InputError, match="entire path component"):
+        found("data/**a.jsonl")
+
+
+def test_links_are_followed(tmp_path: Path) -> None:
+    # As Kubernetes mounts a ConfigMap.
+    (tmp_path / "in" / "..v1").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    write(tmp_path / "in" / "..v1" / "a.jsonl")
+    write(tmp_path / "other" / "b.jsonl")
+    (tmp_path / "in" / "a.jsonl").symlink_to(tmp_path / "in" / "..v1" / "a.jsonl")
+    (tmp_path / "in" / "more").symlink_to(tmp_path / "other")
+    assert rows(open_source(f"{tmp_path}/in")) == ROWS * 2
+    assert rows(open_source(f"{tmp_path}/in/*.jsonl")) == ROWS
+
+
+@pytest.mark.parametrize("name", ["pipe", "pipe.jsonl.gz", "pipe.csv"])
+def test_a_named_pipe(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    content = {"pipe": JSONL, "pipe.jsonl.gz": gzip.compress(JSONL), "pipe.csv": CSV}[name]
+    writing = threading.Thread(target=(tmp_path / name).write_bytes, args=[content])
+    writing.start()
+    source = open_source(f"{tmp_path}/{name}")
+    assert source.silent
+    assert rows(source) == ROWS
+    writing.join()
+
+
+# A JSON array, and other forms
+
+
+class Trickle(io.RawIOBase):
+    """Bytes that come few at a time."""
+
+    def __init__(self, content: bytes, few: int) -> None:
+        self._content, self._few = io.BytesIO(content), few
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        found = self._content.read(min(self._few, len(buffer)))
+        buffer[: len(found)] = found
+        return len(found)
+
+
+def in_pieces(content: bytes, few: int, format: str = "json") -> list[Any]:
+    return rows(Pipe(io.BufferedReader(Trickle(content, few)), format))
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.text(alphabet='a"\\[]{},: \n\u00e9', max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("k}", max_size=2), inner, max_size=3),
+    max_leaves=8,
+)
+objects = st.dictionaries(st.text('x"', max_size=2), json_values, max_size=3)
+
+
+@given(st.lists(objects, max_size=6), st.sampled_from([None, 1]), st.sampled_from([1, 2, 7, 1000]))
+def test_a_json_array_is_read_as_it_was_written(table: list[Any], indent: int | None, few: int) -> None:
+    assert in_pieces(json.dumps(table, indent=indent).encode(), few) == table
+
+
+def test_a_wrong_element_of_an_array_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('[\n {"id": 1},\n\n {"id": tru},\n 5, {"id": 2}\n]\n')
+    source = open_source(f"{tmp_path}/a.json")
+    assert [row for row in rows(source) if isinstance(row, dict)] == [{"id": 1}, {"id": 2}]
+    assert [message.partition(": ")[0] for message in errors(source)] == ["a.json, line 4", "a.json, line 5"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [('[{"id": 1}, {"id": 2}, {"id"', "the array doesn't end"), ('[{"id": 1}, {"id": 2}] [', "more text")],
+)
+def test_an_array_that_breaks_off_yields_the_rows_before(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "a.json").write_text(content)
+    source = open_source(f"{tmp_path}/a.json")
+    *_, error = rows(source)
+    assert isinstance(error, RowError)
+    assert message in error.message
+    assert rows(source)[0] == {"id": 1}
+
+
+WRONG: dict[str, tuple[bytes, str]] = {
+    "object.json": (
+        b'{\n "data": []\n}\n',
+        "a JSON value over several lines; write one object a line, or a l",
+    ),
+    "twice.csv": (b"prompt,id,prompt\na,1,b\n", "line 1: 2 columns have the name 'prompt'"),
+    "semicolon.csv": (b"id;prompt\n1;a\n", "if ';' separates columns, say --separator ';'"),
+    "tab.csv": (b"id\tprompt\n1\ta\n", r"say --separator '\\t'"),
+    "gzip.jsonl": (gzip.compress(JSONL), r"compressed with gzip: end its name in \.gz"),
+    "utf16.csv": ("id,prompt\n".encode("utf-16"), "UTF-16: convert it to UTF-8"),
+    "zip.csv": (b"PK\x03\x04", "a zip archive: unpack it"),
+    "parquet.jsonl": (b"PAR1", "say --input-format parquet"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_file_of_a_wrong_form_is_refused_at_once(tmp_path: Path, name: str) -> None:
+    content, message = WRONG[name]
+    (tmp_path / name).write_bytes(content)
+    write(tmp_path / "zz.jsonl")
+    with pytest.raises(FormError, match=message) as caught:
+        rows(open_source(str(tmp_path)))
+    assert isinstance(caught.value, CommandError), "exit code 2"
+    assert str(caught.value).startswith(name)
+    # A later file of the input doesn't take the work of the first ones with it.
+    write(tmp_path / "a.jsonl")
+    *before, error = rows(open_source(str(tmp_path)))[: len(ROWS) + 1]
+    assert before == ROWS
+    assert isinstance(error, RowError)
+    assert name in error.message
+
+
+def test_two_columns_of_parquet_with_one_name_are_refused(tmp_path: Path) -> None:
+    table = pa.table([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(FormError, match=r"a\.parquet: 2 columns have the name 'prompt'"):
+        rows(open_source(str(tmp_path)))
+
+
+def test_separators(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('id;prompt\n1;"a;b"\n')
+    (tmp_path / "a.tsv").write_text("id\tprompt\n1\ta;b\n")
+    found = [{"id": "1", "prompt": "a;b"}]
+    assert rows(open_source(f"{tmp_path}/a.csv", separator=";")) == found
+    assert rows(open_source(f"{tmp_path}/a.tsv")) == found
+    (tmp_path / "b.csv").write_text("a;b\nc\n")
+    assert rows(open_source(f"{tmp_path}/b.csv", separator=",")) == [{"a;b": "c"}]
+    write(tmp_path / "c.jsonl")
+    with pytest.raises(FormError, match="--separator is for CSV"):
+        rows(open_source(f"{tmp_path}/c.jsonl", separator=";"))
+
+
+def test_text_in_columns_of_bytes(tmp_path: Path) -> None:
+    kind = pa.struct([("content", pa.binary())])
+    table = pa.table(
+        {
+            "prompt": pa.array(["ä".encode(), b"\xff"], pa.binary()),
+            "messages": pa.array([[{"content": b"x"}], None], pa.list_(kind)),
+        }
+    )
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert rows(open_source(str(tmp_path))) == [
+        {"prompt": "ä", "messages": [{"content": "x"}]},
+        {"prompt": b"\xff", "messages": None},
+    ]
+
+
+def test_a_line_without_an_end_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve_app.dataset.formats.MAX_ROW", 64)
+    monkeypatch.setattr("serve_app.dataset.formats.BLOCK", 16)
+    content = b'{"id": 1}\n' + b'{"id": "' + b"x" * 200 + b'"}\n{"id": 2}\n'
+    first, error, last = in_pieces(content, 1000, "jsonl")
+    assert (first, last) == ({"id": 1}, {"id": 2})
+    assert "line 2: longer than" in error.message
+
+
+# The formats
+
+
+def test_lines_of_json_are_counted_in_bytes() -> None:
+    counts: list[float] = []
+    text = b'{"id": 1}\n\n{"id": 2}'
+    assert list(read_jsonl(io.BytesIO(text), "a.jsonl", counts.append)) == [{"id": 1}, {"id": 2}]
+    assert sum(counts) == len(text)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"), [(b"{", "line 2: not valid JSON"), (b"[1]", "line 2: must be a JSON object")]
+)
+def test_a_bad_line_is_the_error_of_one_row(line: bytes, message: str) -> None:
+    stream = io.BytesIO(b'{"id": 1}\n' + line + b'\n{"id": 3}\n')
+    first, error, last = read_jsonl(stream, "a.jsonl", lambda count: None)
+    assert (first, last) == ({"id": 1}, {"id": 3})
+    assert isinstance(error, RowError)
+    assert message in error.message
+
+
+def test_values_of_csv_are_text_and_may_span_lines() -> None:
+    stream = io.BytesIO('\ufeffid,prompt\n1,"a\nb"\n2,\n'.encode())
+    assert list(read_csv(stream, "a.csv", lambda count: None)) == [
+        {"id": "1", "prompt": "a\nb"},
+        {"id": "2", "prompt": ""},
+    ]
+
+
+def csv_rows(text: str, **options: Any) -> list[Any]:
+    return list(read_csv(io.BytesIO(text.encode()), "a.csv", lambda count: None, **options))
+
+
+def test_a_line_of_csv_without_an_end_is_bounded() -> None:
+    found = csv_rows("id,prompt\n1,a\n2," + "x" * 300 + "\n3,c\n", most=100)
+    assert [row for row in found if isinstance(row, dict)] == [
+        {"id": "1", "prompt": "a"},
+        {"id": "3", "prompt": "c"},
+    ]
+    assert errors_by_row(found) == {1: "a.csv, line 3: longer than 100 characters"}
+
+
+def errors_by_row(found: list[Any]) -> dict[int, str]:
+    return {number: row.message for number, row in enumerate(found) if isinstance(row, RowError)}
+
+
+def test_a_stray_quote_takes_no_other_rows_with_it() -> None:
+    lines = [f"{number},word {number}" for number in range(1000)]
+    lines[3] = '3,"5 inch'
+    found = csv_rows("id,prompt\n" + "\n".join(lines))
+    assert len(found) == 1000
+    assert errors_by_row(found) == {3: "a.csv, line 5: unexpected end of data"}
+    assert found[999] == {"id": "999", "prompt": "word 999"}
+
+
+def test_a_stray_quote_before_quoted_rows() -> None:
+    found = csv_rows('id,prompt\n0,"a\n1,"b"\n2,"c\nd"\n3,"e"f\n4,g\n')
+    assert errors_by_row(found) == {
+        0: "a.csv, line 2: ',' expected after '\"'",
+        3: "a.csv, line 6: ',' expected after '\"'",
+    }
+    assert [row for row in found if isinstance(row, dict)] == [
+        {"id": "1", "prompt": "b"},
+        {"id": "2", "prompt": "c\nd"},
+        {"id": "4", "prompt": "g"},
+    ]
+
+
+def test_a_field_without_an_end_is_bounded() -> None:
+    found = csv_rows('id,prompt\n0,"a\n' + "1,b\n" * 100, most=100)
+    assert len(found) == 101
+    assert "field larger than field limit (100)" in errors_by_row(found)[0]
+
+
+def test_a_wrong_number_of_columns_is_an_error_of_its_row() -> None:
+    found = csv_rows("id,prompt\n1\n2,b\n3,c,d\n\n4,e\n")
+    assert errors_by_row(found) == {
+        0: "a.csv, line 2: 1, fewer values than the 2 columns of the header",
+        2: "a.csv, line 4: 3, more values than the 2 columns of the header",
+    }
+    assert found[3] == {"id": "4", "prompt": "e"}
+
+
+@pytest.mark.parametrize("text", ['id,"prompt\n1,a\n', "id,\udcff\n1,a\n"])
+def test_a_header_that_can_not_be_read_ends_the_file(text: str) -> None:
+    content = text.encode(errors="surrogateescape")
+    with pytest.raises(CorruptError, match=r"a\.csv, line 1: "):
+        list(read_csv(io.BytesIO(content), "a.csv", lambda count: None))
+
+
+@given(st.lists(st.lists(st.text(alphabet='a",\n\r ä', max_size=6), min_size=2, max_size=2), max_size=20))
+def test_csv_that_a_library_has_written_is_read_as_it_was(table: list[list[str]]) -> None:
+    text = io.StringIO(newline="")
+    csv.writer(text).writerows([["id", "prompt"], *table])
+    assert csv_rows(text.getvalue()) == [dict(zip(("id", "prompt"), row, strict=True)) for row in table]
+
+
+def test_parquet_advances_to_the_size_of_the_file() -> None:
+    buffer = io.BytesIO()
+    pq.write_table(pa.table({"id": [1, 2, 3]}), buffer)
+    counts: list[float] = []
+    source = pa.BufferReader(buffer.getvalue())
+    assert list(read_parquet(source, "a.parquet", counts.append, 300)) == [{"id": 1}, {"id": 2}, {"id": 3}]
+    assert sum(counts) == pytest.approx(300)
+    with pytest.raises(InputError, match="not a readable Parquet file"):
+        list(read_parquet(pa.BufferReader(b"x"), "a.parquet", counts.append, 1))
+
+
+def test_rows_are_numbered_from_0() -> None:
+    error = RowError("invalid_row", "no")
+    assert list(numbered([{"id": 1}, error])) == [Row(0, {"id": 1}), Row(1, error)]
