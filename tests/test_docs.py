@@ -237,7 +237,7 @@ def test_every_setting_is_documented(section: type[BaseModel]) -> None:
 
 
 def test_every_option_of_the_driver_is_documented() -> None:
-    page = read("serve_app/driver/README.md")
+    page = read("serve_app/dataset/README.md")
     options = {option for parameter in command("batch").params for option in parameter.opts if "--" in option}
     assert {option for option in options if not re.search(rf"{option}\b", page)} == set()
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page))

@@ -7,7 +7,7 @@ from serve_app.system.command_line import run
 
 COMMANDS = {
     "serve": ("serve_app.cli.serve:serve", "Serve a model, or the models of a config, until Ctrl-C."),
-    "batch": ("serve_app.driver.command:batch", "Send a dataset through a service."),
+    "batch": ("serve_app.dataset.command:batch", "Send a dataset through a service."),
     "keys": ("serve_app.auth.command:keys", "Make and change API keys."),
     "usage": ("serve_app.cli.usage:usage", "Sum up who used what."),
     "top": ("serve_app.cli.top:top", "Show live what a service does."),

@@ -15,7 +15,7 @@ from serve_app.cli.option_values import parsed
 from serve_app.cli.reading import view
 from serve_app.cli.stats_client import StatsClient
 from serve_app.client import base_url
-from serve_app.driver.options import DEFAULT_URL
+from serve_app.dataset.options import DEFAULT_URL
 
 DUMB = {"dumb", "unknown"}
 """Terminals on which nothing can be drawn, by the variable TERM."""

@@ -19,9 +19,9 @@ from serve_app.cli.tune_config import RunningConfig, read_config, write_config
 from serve_app.cli.tune_run import Question, TuneRun
 from serve_app.client import base_url
 from serve_app.dataset.errors import DriverError, RowError
+from serve_app.dataset.options import DEFAULT_URL
 from serve_app.dataset.prompts import Prompter
 from serve_app.dataset.readers import open_source
-from serve_app.driver.options import DEFAULT_URL
 from serve_app.ledger.call_lengths import CallLengths
 from serve_app.ledger.reading import LedgerError, open_ledger, read
 from serve_app.tuning.generator import Generator

@@ -3,8 +3,10 @@
 import errno
 from pathlib import Path
 
+from serve_app.jobs.errors import RunError
 
-class DriverError(Exception):
+
+class DriverError(RunError):
     """The run can't go on; the message says what to change."""
 
 

@@ -42,9 +42,9 @@ class Lists:
     A row is a call of `/generate` with one prompt or one chat, `details` and `partial`. The sender knows rows
     only: it gets the answer that a call with this row alone would have.
 
-    A list that fails says nothing about a single row. So its rows go alone: at once where the service says
-    that no further try helps, and one after the other if engines were lost with the list, else from the next
-    try on. The rows of a call that finds no room (429) stay together.
+    A list that fails says nothing about a single row. So its rows go alone: from the next try on, or at once
+    where another try of the list doesn't help, one after the other if engines were lost with the list. The
+    rows of a call that finds no room (429) stay together. A refusal that names no row is the answer to each.
 
     Args:
         client: The engines.
@@ -65,7 +65,7 @@ class Lists:
         self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
     ) -> Answer:
         """Send a row with others, and return its answer."""
-        alone = partial(self._client.send, endpoint, body, scheduling, models)
+        alone = partial(self._send_alone, endpoint, body, scheduling, models)
         row = _hash(body)
         if row in self._alone:
             answer = await alone()
@@ -82,7 +82,7 @@ class Lists:
         if answer.status in RETRYABLE:
             self._alone.add(row)
             return answer
-        return await alone()
+        return await alone() if _is_of_a_row(answer) else answer
 
     async def refresh(self) -> None:
         """Learn which adapters are served now."""
@@ -95,6 +95,12 @@ class Lists:
     async def load(self, base: str | None) -> EngineLoad | None:
         """Return the load of the engines."""
         return await self._client.load(base)
+
+    async def _send_alone(
+        self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None
+    ) -> Answer:
+        answer = await self._client.send(endpoint, body, scheduling, models)
+        return _split(answer, 1)[0] if answer.status == 200 else answer
 
     async def _together(
         self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None
@@ -133,6 +139,13 @@ class Lists:
 
         for one in rows:
             one.answer.add_done_callback(given_up)
+
+
+def _is_of_a_row(answer: Answer) -> bool:
+    """Return whether a refusal of a list is about its rows, and not about what they share."""
+    error = answer.body.get("error")
+    param = error.get("param") if isinstance(error, dict) else None
+    return answer.status == 413 or str(param or "").startswith(FIELDS)
 
 
 async def _call(rows: list[_Waiting], send: Send) -> None:

@@ -13,7 +13,7 @@ a group runs on one replica, mostly, and all replicas are to be busy.
 import sys
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from struct import Struct
 from typing import IO, NamedTuple
@@ -322,6 +322,63 @@ def plan_of(content: Contents, batch: Batch) -> Plan:
     return plan
 
 
+class Turns:
+    """Rows in the order in which they are sent: in turn from each group of rows that is open.
+
+    Args:
+        plan: The plan of the rows.
+        rows: Numbers of rows; those of a group stand beside each other.
+    """
+
+    def __init__(self, plan: Plan, rows: "array[int]") -> None:
+        self._plan = plan
+        self._rows = rows
+        self._left = len(rows)
+        self._next = 0
+        self._open: deque[range] = deque()
+
+    def __len__(self) -> int:
+        """Return how many rows are left."""
+        return self._left
+
+    def peek(self, groups: int, most: int) -> "tuple[list[int], Callable[[], None]]":
+        """Return the numbers of the next rows, about a MiB at most, and a function that takes them.
+
+        Args:
+            groups: Groups that may be open at once.
+            most: Most rows.
+        """
+        following, opened = self._next, self._open.copy()
+        numbers: list[int] = []
+        size = 0
+        while len(numbers) < most and size < SLICE_BYTES:
+            while len(opened) < groups and following < len(self._rows):
+                group = self._group(following)
+                following = group.stop
+                opened.append(group)
+            if not opened:
+                break
+            group = opened.popleft()
+            numbers.append(self._rows[group[0]])
+            size += self._plan[numbers[-1]].size
+            if group := group[1:]:
+                opened.append(group)
+
+        def take() -> None:
+            self._next, self._open = following, opened
+            self._left -= len(numbers)
+
+        return numbers, take
+
+    def _group(self, start: int) -> range:
+        """Return the places of the rows of the group that begins at a place in `rows`."""
+        prefix = self._plan[self._rows[start]].prefix
+        end = start + 1
+        while prefix and end < len(self._rows) and self._plan[self._rows[end]].prefix == prefix:
+            end += 1
+        return range(start, end)
+
+
 class Unsent:
     """The rows of a batch without a result, as they were when this was made; taken in slices.
 
@@ -334,13 +391,10 @@ class Unsent:
     def __init__(self, plan: Plan, file: str, rows: "array[int]") -> None:
         self._plan = plan
         self._file = file
-        self._rows = rows
-        self._left = len(rows)
-        self._next = 0
-        self._open: deque[range] = deque()
+        self._turns = Turns(plan, rows)
 
     def __len__(self) -> int:
-        return self._left
+        return len(self._turns)
 
     def take(self, content: Contents, groups: int = 1, most: int = SLICE_LINES) -> list[Row]:
         """Return the next rows, in turn from each group that is open; about a MiB at most.
@@ -356,39 +410,15 @@ class Unsent:
             ContentLostError: The input is gone. No row was taken.
             OSError: The disk fails. No row was taken.
         """
-        before = self._next, self._open.copy()
-        entries: list[Entry] = []
-        size = 0
-        while len(entries) < most and size < SLICE_BYTES:
-            while len(self._open) < groups and self._next < len(self._rows):
-                self._open.append(self._group())
-            if not self._open:
-                break
-            group = self._open.popleft()
-            entries.append(entry := self._plan[self._rows[group[0]]])
-            size += entry.size
-            if group := group[1:]:
-                self._open.append(group)
-        try:
-            texts = _read(content, self._file, entries)
-        except BaseException:
-            self._next, self._open = before
-            raise
-        self._left -= len(entries)
+        numbers, take = self._turns.peek(groups, most)
+        entries = [self._plan[number] for number in numbers]
+        texts = _read(content, self._file, entries)
+        take()
         return [
             Row(entry.line, texts[entry.offset], self._plan.models[entry.model] or None)
             for entry in entries
             if crc32(texts[entry.offset]) == entry.check
         ]
-
-    def _group(self) -> range:
-        """Return the places of the rows of the next group in `rows`."""
-        start = self._next
-        prefix = self._plan[self._rows[start]].prefix
-        self._next += 1
-        while prefix and self._next < len(self._rows) and self._plan[self._rows[self._next]].prefix == prefix:
-            self._next += 1
-        return range(start, self._next)
 
 
 def unsent(store: Store, content: Contents, batch: Batch, *, by_line: bool = False) -> Unsent:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
@@ -17,6 +17,9 @@ from serve_app.system import cancellation
 from serve_app.system.waiting import wait_for_event
 
 logger = logging.getLogger("ray.serve")
+
+RECENT = 6
+"""Failures of a row during which others have to be answered, if the row is the cause and not an outage."""
 
 Away = Callable[[], AbstractAsyncContextManager[None]]
 """Returns the context in which a row waits for its next try."""
@@ -36,8 +39,9 @@ class Sender:
         backoff: Waits between the tries of a row.
         retries: Failures that count before the last one is a row's result.
         timeout_s: Seconds after which a try has failed; None: never.
-        patient: Whether an outage is waited out however long it takes. Otherwise the run ends when a row has
-            failed more than `retries` times in a row and nothing else was answered.
+        patient: Whether an outage is waited out however long it takes. Otherwise each failure counts, and the
+            run ends with a row that has failed too often, unless others were answered between its last
+            failures: then the service works, and the row is the cause.
 
     Attributes:
         retried: Number of tries after the first of a row.
@@ -75,8 +79,8 @@ class Sender:
             RunError: The run can't go on.
         """
         model = row.model
-        tries = failures = outage = 0
-        seen = self._answered[model]
+        tries = failures = 0
+        seen = deque([self._answered[model]], RECENT if not self._patient else 1)
         while not run.stopping.is_set():
             # Parsed for each try: what waits, or is at an engine, takes many times its bytes otherwise.
             body = await look(len(row.text), lambda: run.body(row))
@@ -95,17 +99,15 @@ class Sender:
                 return await self._result(run, row, answer, tries)
             self.trouble = message_of(answer)
             if answer.status != 429:
+                works = self._answered[model] > seen[0]
                 # An engine that fails at each row is an outage too, until it has answered one.
                 failed = answer.status == 500 and (self._patient or self._answered.total() > 0)
-                if failed or self._answered[model] > seen:
-                    failures, outage = failures + 1, 0
-                    if failures > self._retries:
-                        return await self._result(run, row, answer, tries)
-                else:
-                    outage += 1
-                    if outage > self._retries and not self._patient:
+                failures += not self._patient or failed or works
+                if failures > self._retries:
+                    if not (failed or works):
                         raise GaveUpError(f"gave up after {_times(tries)} of a row: {self.trouble}")
-            seen = self._answered[model]
+                    return await self._result(run, row, answer, tries)
+            seen.append(self._answered[model])
             self.retried += 1
             async with away():
                 await wait_for_event(run.stopping, self._backoff.wait_s(tries, answer.retry_after_s))

@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from serve_app.api.protocol import JSON
+from serve_app.dataset import HTTPClient, Prompter, run
 from serve_app.demo.questions import QUESTIONS_FILE
-from serve_app.driver import HTTPClient, Prompter, run
 from tests import progress
 from tests.e2e.service import Service
 
@@ -132,7 +132,7 @@ async def test_in_python(service: Service) -> None:
                 prompts=Prompter(chat=True),
                 model="demo",
                 sampling={"temperature": 0},
-                max_concurrency="auto",
+                concurrency="auto",
             )
         ]
     assert right(sorted(done, key=lambda row: int(row["row"]))) >= 0.99
@@ -175,7 +175,7 @@ def test_a_bad_chat_fails_alone_and_is_named(http: httpx.Client) -> None:
 
 RAY_DATA = """
 import json, ray
-from serve_app.driver.ray_data import Generate
+from serve_app.dataset.ray_data import Generate
 
 ray.init(address="auto", log_to_driver=False)
 ray.data.DataContext.get_current().enable_progress_bars = False
@@ -189,7 +189,7 @@ print(json.dumps(done))
 
 TWO_STAGES = """
 import json, ray
-from serve_app.driver.ray_data import Generate
+from serve_app.dataset.ray_data import Generate
 ray.init(address="auto", logging_level="ERROR")
 ray.data.DataContext.get_current().enable_progress_bars = False
 stage = {"batch_format": "pyarrow", "batch_size": 5, "concurrency": 1, "max_concurrency": 2, "num_cpus": 0}

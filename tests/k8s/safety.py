@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
-from serve_app.driver.command import batch
-from serve_app.driver.options import chosen
+from serve_app.dataset.command import batch
+from serve_app.dataset.options import chosen
 from tests.k8s.pods import Container, Pod, of_kind, pods
 from tests.k8s.rendering import K8S, REPOSITORY, Document
 

@@ -10,7 +10,6 @@ ROOT = Path(__file__).parents[2]
 
 ORDER = [
     {"app", "cli"},
-    {"driver"},
     {"dataset", "models", "tuning"},
     {"client", "jobs"},
     {"ingress"},

@@ -110,7 +110,7 @@ ROW = Row(
             "Calls of drivers in flight",
             "short",
             (Query(total(c.DRIVER_CALLS, "model", MODEL), "{{model}}"),),
-            "With `--max-concurrency auto` it follows the service.",
+            "With `--concurrency auto` it follows the service.",
         ),
     ),
 )

@@ -10,7 +10,7 @@ import ray
 from ray.data import Dataset
 from ray.data.llm import ServeDeploymentProcessorConfig, build_processor
 
-from serve_app.driver.ray_data import Generate
+from serve_app.dataset.ray_data import Generate
 from serve_app.ingress.status import engine_name
 
 BATCH = 50

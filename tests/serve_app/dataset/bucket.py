@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from tests.serve_app.driver.fake import running
+from tests.serve_app.dataset.fake import running
 
 
 @contextlib.contextmanager

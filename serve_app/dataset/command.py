@@ -4,38 +4,43 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import click
 
-from serve_app.api.protocol import JSON
+from serve_app.dataset.api import APIRun
 from serve_app.dataset.errors import CommandError, DiskError, DriverError
-from serve_app.dataset.formats import Row, numbered
+from serve_app.dataset.formats import numbered
+from serve_app.dataset.options import (
+    ARGUMENTS,
+    EPILOG,
+    GROUPS,
+    HELP,
+    GroupedCommand,
+    chosen,
+    sampling_fields,
+)
+from serve_app.dataset.output import Existing, Output, check_output
+from serve_app.dataset.progress import Progress, open_progress, run_shown
 from serve_app.dataset.prompts import Prompter, read_template
 from serve_app.dataset.readers import open_source
-from serve_app.driver.api_run import APIRun
-from serve_app.driver.chunks import chunked
-from serve_app.driver.clients import Client, HandleClient, HTTPClient
-from serve_app.driver.manifest import Manifest
-from serve_app.driver.options import ARGUMENTS, EPILOG, GROUPS, HELP, GroupedCommand, chosen, sampling_fields
-from serve_app.driver.output import Existing, Output, check_output
-from serve_app.driver.progress import Progress, open_progress
-from serve_app.driver.report import report, table, write_report
-from serve_app.driver.run_stats import RunStats
-from serve_app.driver.running import Run, call_body
-from serve_app.jobs.pacing import Auto, Fixed
+from serve_app.dataset.report import report, table, write_report
+from serve_app.dataset.run import Drive, call_fields
+from serve_app.dataset.stats import RunStats, Service
+from serve_app.jobs.errors import RunError
+from serve_app.jobs.http import HTTPClient
 from serve_app.system.command_line import INTERRUPTED, USAGE, run
+from serve_app.telemetry import catalogue
+from serve_app.telemetry.meters import Meters
 
 FAILED, SOME_FAILED, DISK_FAILED = 1, 3, 4
 """Exit codes, beside 0, `USAGE` and `INTERRUPTED`."""
 
-SYNC_S = 1.0
-"""Seconds between two syncs: the work that a machine without power may lose."""
 SHOW_S = 0.5
+"""Seconds between two looks at the progress."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -60,7 +65,7 @@ def batch(**values: Any) -> int:
             return run_api(options)
         session = Session(options)
         code = session.run()
-    except DriverError as error:
+    except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return DISK_FAILED if isinstance(error, DiskError) else USAGE
     except KeyboardInterrupt:
@@ -122,7 +127,7 @@ class Session:
             messages_column=options.messages_column,
         )
         sampling = sampling_fields(options)
-        self._body = call_body(sampling, options.model, options.service_tier)
+        self._fields = call_fields(sampling, options.model)
         check_output(options.output)
         self._report_path: Path = options.report or options.output.with_name(
             f"{options.output.name}.report.json"
@@ -143,30 +148,29 @@ class Session:
         }
         self._client = self._reach()
         existing: Existing = "overwrite" if options.overwrite else "resume" if options.resume else "same"
-        self._output = Output(options.output, Manifest(decisive, self._source.fingerprint()), existing)
+        self._output = Output(options.output, decisive, self._source.fingerprint(), existing)
         self._progress: Progress = open_progress(options.quiet)
-        self._run: Run | None = None
-        self._stats = RunStats()
-        self._read = 0
+        self._drive: Drive | None = None
         self._interrupts = 0
 
     @property
     def waits_for_input(self) -> bool:
         """True if a thread of a run that has ended still waits for a pipe."""
-        return self._source.silent and self._run is not None and self._run.reading
+        return self._source.silent and self._drive is not None and self._drive.silent
 
     def run(self) -> int:
         """Run to the end and return the exit code."""
         if (finished := self._output.finished) is not None:
+            self._output.close()
             self._progress.close()
             self._say(f"{self._output.path}: complete, {finished['rows']:,} rows; nothing is left to do")
             return SOME_FAILED if finished["failed"] else 0
-        failure: DriverError | None = None
+        failure: RunError | None = None
         try:
             if self._output.before:
                 self._progress.say(f"{self._output.before:,} rows are done already; going on from there")
-            asyncio.run(self._drive())
-        except DriverError as error:
+            asyncio.run(self._run())
+        except RunError as error:
             failure = error
         except asyncio.CancelledError:
             # The second interrupt.
@@ -175,72 +179,51 @@ class Session:
             self._progress.close()
         return self._end(failure)
 
-    async def _drive(self) -> None:
+    async def _run(self) -> None:
         options = self._options
-        automatic = options.max_concurrency == "auto"
-        run = Run(
-            self._client,
-            self._body,
-            chat=self._prompter.chat,
-            concurrency=Auto(records=options.chunk_size) if automatic else Fixed(options.max_concurrency),
-            retries=options.retries,
-        )
-        self._run, self._stats = run, run.stats
-        self._catch_signals(run)
-        tell = _metrics(options)
-        chunks = chunked(
-            self._rows(),
+        self._drive = drive = Drive(
+            numbered(self._source.values()),
             self._prompter,
-            options.chunk_size,
+            self._client,
+            self._fields,
+            self._output.record,
+            tier=options.service_tier,
             done=self._output.done,
+            before=self._output.before,
+            chunk=options.chunk,
+            concurrency=options.concurrency,
+            retries=options.retries,
             id_column=options.id_column,
             limit=options.limit,
         )
-        showing = asyncio.create_task(self._show(run, tell))
-        syncing = asyncio.create_task(self._sync())
-        writing = asyncio.create_task(self._write(run.results(chunks)))
+        self._catch_signals(drive)
+        tell = _metrics(options)
+        showing = asyncio.create_task(self._show(drive, tell))
         try:
-            # A sync that fails ends the run: calls in flight could not be written.
-            await asyncio.wait([syncing, writing], return_when=asyncio.FIRST_COMPLETED)
-            await (writing if writing.done() else syncing)
+            await drive.run()
         finally:
-            for task in (writing, syncing, showing):
-                task.cancel()
-            await asyncio.gather(writing, syncing, showing, return_exceptions=True)
-            tell(run.stats)
+            showing.cancel()
+            await asyncio.gather(showing, return_exceptions=True)
+            tell(drive.stats)
             await self._client.close()
 
-    async def _write(self, results: AsyncGenerator[list[JSON], None]) -> None:
-        async with aclosing(results):
-            async for rows in results:
-                self._output.append(rows)
-
-    def _rows(self) -> Iterator[Row]:
-        for row in numbered(self._source.values()):
-            self._read = row.number + 1
-            yield row
-
-    def _total(self) -> int | None:
+    def _total(self, drive: Drive) -> int | None:
         """Return the number of rows of the input, as far as is known."""
         limit: int | None = self._options.limit
         share = self._source.share_read()
         if not share:
             return limit
-        total = round(self._read / share)
+        total = round(drive.read / share)
         return total if limit is None else min(total, limit)
 
-    async def _show(self, run: Run, tell: Callable[[RunStats], None]) -> None:
+    async def _show(self, drive: Drive, tell: Callable[[RunStats], None]) -> None:
         while True:
-            tell(run.stats)
-            self._progress.update(run.stats, self._output.before, self._total(), _note(run))
+            tell(drive.stats)
+            total = self._total(drive)
+            self._progress.update(run_shown(drive.stats, self._output.before, total, _note(drive)))
             await asyncio.sleep(SHOW_S)
 
-    async def _sync(self) -> None:
-        while True:
-            await asyncio.sleep(SYNC_S)
-            await asyncio.to_thread(self._output.sync)
-
-    def _catch_signals(self, run: Run) -> None:
+    def _catch_signals(self, drive: Drive) -> None:
         loop = asyncio.get_running_loop()
         task = asyncio.current_task()
 
@@ -248,25 +231,26 @@ class Session:
             self._interrupts += 1
             if self._interrupts == 1:
                 self._progress.say(
-                    f"Stopping: {run.stats.in_flight} calls in flight are finished and written; interrupt "
+                    f"Stopping: {drive.stats.in_flight} calls in flight are finished and written; interrupt "
                     "again to stop at once"
                 )
-                run.stop()
+                drive.stop()
             elif task:
                 task.cancel()
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, interrupt)
 
-    def _end(self, failure: DriverError | None) -> int:
+    def _end(self, failure: RunError | None) -> int:
         """Give the output its final form, write the report, and return the exit code."""
         if not failure and not self._interrupts:
             failure = _failure_of(self._output.complete)
-        failure = _failure_of(self._output.close, failure)
-        totals = self._output.totals
+        stats = self._drive.stats if self._drive else RunStats()
         outcome = "failed" if failure else "interrupted" if self._interrupts else "complete"
+        totals = self._output.totals()
+        self._output.close()
         message = str(failure or "")
-        body = report(self._output.path, outcome, self._output.before, self._stats.body(), totals, message)
+        body = report(self._output.path, outcome, self._output.before, stats.body(), totals, message)
         if not isinstance(failure, CommandError):
             failure = _failure_of(lambda: write_report(self._report_path, body), failure)
         if failure:
@@ -284,10 +268,13 @@ class Session:
         if not self._options.quiet:
             print(text, file=sys.stderr)
 
-    def _reach(self) -> Client:
+    def _reach(self) -> Service:
         options = self._options
         if options.app:
-            return HandleClient(options.app, options.model, read_s=options.read_timeout)
+            # Over HTTP a run doesn't load Ray.
+            from serve_app.jobs.handle import HandleClient
+
+            return HandleClient(options.app, options.model, silence_s=options.read_timeout)
         return HTTPClient(
             options.url,
             model=options.model,
@@ -299,16 +286,16 @@ class Session:
         )
 
 
-def _failure_of(step: Callable[[], None], before: DriverError | None = None) -> DriverError | None:
+def _failure_of(step: Callable[[], None], before: RunError | None = None) -> RunError | None:
     """Do one step of a run's end, and return its error; the error of an earlier step goes before it."""
     try:
         step()
-    except DriverError as error:
+    except RunError as error:
         return before or error
     return before
 
 
-def _exit_code(failure: DriverError) -> int:
+def _exit_code(failure: RunError) -> int:
     match failure:
         case CommandError():
             return USAGE
@@ -322,17 +309,37 @@ def _metrics(options: SimpleNamespace) -> Callable[[RunStats], None]:
     """Return the function that reports progress to the metrics of the cluster, if this runs in one."""
     if not options.app:
         return lambda stats: None
-    # Over HTTP a driver doesn't load Ray.
-    from serve_app.driver.metrics import RunMetrics
-
     return RunMetrics(options.model)
 
 
-def _note(run: Run) -> str:
+class RunMetrics:
+    """Records the statistics of a run as metrics.
+
+    Args:
+        model: Id of the model, for labels.
+        meters: Instruments of `catalogue.DRIVER`; None: Ray's.
+    """
+
+    def __init__(self, model: str, meters: Meters | None = None) -> None:
+        self._model = model
+        self._meters = meters or Meters(catalogue.DRIVER)
+
+    def __call__(self, stats: RunStats) -> None:
+        """Record the statistics."""
+        failed = stats.failed.total()
+        count = self._meters.count
+        count(catalogue.DRIVER_ROWS, stats.rows - failed, self._model, "done")
+        count(catalogue.DRIVER_ROWS, failed, self._model, "failed")
+        count(catalogue.DRIVER_TOKENS, stats.prompt_tokens + stats.completion_tokens, self._model)
+        count(catalogue.DRIVER_RETRIES, stats.retries, self._model)
+        self._meters.record(catalogue.DRIVER_CALLS, stats.in_flight, self._model)
+
+
+def _note(drive: Drive) -> str:
     """Return a remark for the progress line."""
-    if run.stats.trouble:
-        return f"trying again: {run.stats.trouble}"
-    if run.asleep and run.stats.in_flight:
+    if drive.stats.trouble:
+        return f"trying again: {drive.stats.trouble}"
+    if drive.asleep and drive.stats.in_flight:
         return "the model is asleep; the first call wakes it, and waits until it is loaded"
     return ""
 

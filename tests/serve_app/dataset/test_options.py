@@ -8,9 +8,9 @@ import click
 import pytest
 
 from serve_app.api.protocol import SamplingFields
+from serve_app.dataset.command import main
 from serve_app.dataset.errors import DriverError
-from serve_app.driver.command import main
-from serve_app.driver.options import (
+from serve_app.dataset.options import (
     ARGUMENTS,
     DEFAULT_URL,
     GROUPS,
@@ -50,7 +50,7 @@ def test_help_explains_how_to_choose(capsys: pytest.CaptureFixture[str]) -> None
     text = capsys.readouterr().out
     for word in (
         "hf://openai/gsm8k#main/test",
-        "--max-concurrency",
+        "--concurrency",
         "max_num_seqs",
         "Exit codes",
         "--resume",
@@ -65,7 +65,7 @@ def test_help_has_each_option_once_in_its_group(capsys: pytest.CaptureFixture[st
         if line.endswith(":") and not line.startswith(" "):
             group = line.removesuffix(":")
         elif line.startswith("  --"):
-            found.append((group, line.split()[0]))
+            found.append((group, line.split()[0].rstrip(",")))
     expected = [(group, option.opts[0]) for group, members in GROUPS.items() for option in members]
     assert found == [*expected, ("Other options", "--help")]
 
@@ -81,9 +81,9 @@ def test_help_has_each_option_once_in_its_group(capsys: pytest.CaptureFixture[st
         ("--limit", "", "must be a whole number, not ''"),
         ("--limit", "9" * 20, f"must be 9223372036854775807 or less, not {'9' * 20}"),
         ("--limit", "9" * 5000, "must be a whole number, not '999"),
-        ("--chunk-size", "-3", "must be 1 or more, not -3"),
-        ("--max-concurrency", "AUTO", "must be a whole number, not 'AUTO'"),
-        ("--max-concurrency", "0", "must be 1 or more, not 0"),
+        ("--chunk", "-3", "must be 1 or more, not -3"),
+        ("--concurrency", "AUTO", "must be a whole number, not 'AUTO'"),
+        ("--concurrency", "0", "must be 1 or more, not 0"),
         ("--retries", "-1", "must be 0 or more, not -1"),
         *(
             ("--connect-timeout", value, f"must be a number of seconds above 0, not {value!r}")

@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
+from serve_app.dataset.api import RUN, APIRun
+from serve_app.dataset.command import main
 from serve_app.dataset.errors import CommandError, DriverError
-from serve_app.driver.api_run import RUN, APIRun
-from serve_app.driver.command import main
-from tests.serve_app.driver.batch_site import batch_site
+from tests.serve_app.dataset.batch_site import batch_site
 from tests.serve_app.jobs.helpers import row, text_of
 
 

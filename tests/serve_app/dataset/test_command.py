@@ -16,11 +16,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from serve_app.api.protocol import JSON
-from serve_app.driver.command import main
+from serve_app.dataset.command import main
 from serve_app.jobs.pacing import Backoff
 from tests.progress import STILL_S, run, wait_until
-from tests.serve_app.driver.disk import failing_sync, full
-from tests.serve_app.driver.fake import FakeService, failure, listening
+from tests.serve_app.dataset.disk import failing_sync, full
+from tests.serve_app.dataset.fake import FakeService, failure, listening
 
 LIMIT_S = STILL_S
 
@@ -90,8 +90,8 @@ def test_a_run(
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "in.jsonl",
         name,
-        f"{name}.manifest.json",
         f"{name}.report.json",
+        f"{name}.run.db",
     ]
 
 
@@ -106,11 +106,24 @@ def test_failed_rows_are_in_the_output_and_set_the_exit_code(
     assert done[7]["error"] == {"type": "invalid_request_error", "message": "too long"}
     assert done[7]["result"] is None
     assert batch(questions, tmp_path / name, "--url", url) == 3, "a finished run has the same exit code again"
-    assert len(service.calls) == 2
+    assert len(service.calls) == 100
 
 
 def test_options_reach_the_service(tmp_path: Path, questions: Path, url: str, service: FakeService) -> None:
-    options = ["--max-tokens", 9, "--temperature", 0, "--stop", "a", "--stop", "b", "--model", "m"]
+    options = [
+        "--chunk",
+        50,
+        "--max-tokens",
+        9,
+        "--temperature",
+        0,
+        "--stop",
+        "a",
+        "--stop",
+        "b",
+        "--model",
+        "m",
+    ]
     options += ["--service-tier", "default", "--limit", 3, "--template", "{{ id }}?", "--id-column", "prompt"]
     assert batch(questions, tmp_path / "out.jsonl", "--url", url, *options) == 0
     (call,) = service.calls
@@ -141,8 +154,8 @@ def test_standard_input(tmp_path: Path, url: str) -> None:
         (["--temperature", "3"], "error: --temperature: Input should be less than or equal to 2, not 3.0"),
         (["--template", "{{ x"], "error: --template, line 1"),
         (["--template", "@nowhere"], "error: --template @nowhere: No such file"),
-        (["--chunk-size", "0"], "--chunk-size: must be 1 or more, not 0"),
-        (["--max-concurrency", "many"], "--max-concurrency: must be a whole number, not 'many'"),
+        (["--chunk-size", "0"], "--chunk: must be 1 or more, not 0"),
+        (["--max-concurrency", "many"], "--concurrency: must be a whole number, not 'many'"),
         (["--read-timeout", "-1"], "--read-timeout: must be a number of seconds above 0, not '-1'"),
         (["--app", "llm"], "--url and --app: take one"),
         (["--api-key-env", "NO_SUCH_VARIABLE"], "error: --api-key-env NO_SUCH_VARIABLE: no such variable"),
@@ -170,7 +183,7 @@ def test_errors_of_usage_have_exit_code_2_and_no_stack_trace(
         ("in.jsonl", "out.txt", "must end in .jsonl or .parquet"),
         ("in.jsonl", "no/folder/out.jsonl", "there is no folder"),
         ("in.jsonl", "s3://bucket/out.jsonl", "has to be a local file"),
-        ("in.jsonl", "in.jsonl", "no manifest beside it"),
+        ("in.jsonl", "in.jsonl", "no in.jsonl.run.db beside it"),
     ],
 )
 def test_a_file_that_can_not_be_used_is_an_error(
@@ -227,7 +240,7 @@ def test_an_address_as_openai_clients_take_it(tmp_path: Path, questions: Path, u
 
 @pytest.mark.parametrize(
     ("retries", "tries"),
-    [(0, "1 try of a call"), (1, "2 tries of a call"), (3, "4 tries of a call")],
+    [(0, "1 try of a row"), (1, "2 tries of a row"), (3, "4 tries of a row")],
 )
 def test_the_tries_of_a_call_are_one_more_than_its_retries(
     tmp_path: Path,
@@ -237,10 +250,10 @@ def test_the_tries_of_a_call_are_one_more_than_its_retries(
     retries: int,
     tries: str,
 ) -> None:
-    monkeypatch.setattr("serve_app.driver.running.Backoff", lambda: Backoff(0.001, 0.001))
+    monkeypatch.setattr("serve_app.jobs.runner.Backoff", lambda: Backoff(0.001, 0.001))
     gone = ["--url", "http://127.0.0.1:9", "--retries", retries, "--max-concurrency", 1]
     assert batch(questions, tmp_path / "out.jsonl", *gone) == 1
-    assert f"gave up after {tries}, and {min(retries, 2) + 1} of a part of it: " in capsys.readouterr().err
+    assert f"gave up after {tries}: " in capsys.readouterr().err
 
 
 def test_a_service_that_does_not_answer_ends_the_run_with_exit_code_1(
@@ -316,7 +329,6 @@ def test_an_interrupt_finishes_calls_in_flight(
     assert "run the same command again to go on" in said
     assert "30: 30 with a result" in printed
     assert len(rows(out)) == 30
-    assert json.loads((tmp_path / "out.jsonl.manifest.json").read_text())["rows"] == 30
 
     assert batch(questions, out, "--url", url) == 0
     assert [row["row"] for row in rows(out)] == list(range(100))
@@ -327,7 +339,7 @@ def test_a_second_interrupt_stops_at_once(
     tmp_path: Path, questions: Path, url: str, service: FakeService
 ) -> None:
     service.release.clear()
-    driver = start(questions, tmp_path / "out.jsonl", "--url", url)
+    driver = start(questions, tmp_path / "out.jsonl", "--url", url, "--chunk", 50, "--concurrency", 10)
     wait_until(lambda: len(service.calls) == 2)
     driver.send_signal(signal.SIGINT)
     assert driver.stderr
@@ -393,7 +405,7 @@ def test_two_drivers_cannot_write_one_output(
     wait_until(lambda: service.calls)
     for options in ([], ["--overwrite"]):
         assert batch(questions, tmp_path / "out.jsonl", "--url", url, *options) == 2
-        assert "another driver is writing it" in capsys.readouterr().err
+        assert "another run is writing it" in capsys.readouterr().err
     service.release.set()
     driver.communicate(timeout=LIMIT_S)
     assert driver.returncode == 0
@@ -466,16 +478,14 @@ def test_a_sync_that_fails_ends_the_run_and_its_rows_are_done_again(
     questions: Path,
     url: str,
     service: FakeService,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("serve_app.driver.command.SYNC_S", 0.001)
     out = tmp_path / "out.jsonl"
     service.release.clear()
     service.held_from = 3
     arguments = [questions, out, "--url", url, "--chunk-size", 10, "--max-concurrency", 1]
     # One call is never answered: only the sync can end the run.
-    with failing_sync(out):
+    with failing_sync(out, after=1):
         assert batch(*arguments) == 4
     said = capsys.readouterr().err
     assert "out.jsonl: Input/output error" in said
@@ -493,7 +503,7 @@ def test_a_sync_that_fails_ends_the_run_and_its_rows_are_done_again(
 
 def test_the_last_sync_counts_too(tmp_path: Path, questions: Path, url: str) -> None:
     out = tmp_path / "out.jsonl"
-    with failing_sync(out):
+    with failing_sync(out, after=1):
         assert batch(questions, out, "--url", url) == 4
     assert rows(out) == []
     assert batch(questions, out, "--url", url) == 0
@@ -543,7 +553,7 @@ def test_a_disk_that_is_full_from_the_beginning(
     tmp_path: Path, questions: Path, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.jsonl"
-    with failing_sync(tmp_path / "out.jsonl.manifest.json.draft"):
+    with failing_sync(out):
         assert batch(questions, out, "--url", url) == 4
     assert "error: " in capsys.readouterr().err
     assert batch(questions, out, "--url", url) == 0
@@ -613,7 +623,7 @@ def test_a_broken_file_among_good_ones(tmp_path: Path, url: str, service: FakeSe
     arguments = [tmp_path / "in", out, "--url", url, "--chunk-size", 7]
     service.trouble = lambda body: failure(400) if len(service.calls) > 5 else None
     assert batch(*arguments, "--max-concurrency", 1) == 1
-    assert len(rows(out)) == 35, "the run ends in the middle of the broken file, and is resumed"
+    assert len(rows(out)) == 36, "the run ends in the middle of the broken file, and is resumed"
     service.trouble = lambda body: None
     assert batch(*arguments) == 3
     done = rows(out)

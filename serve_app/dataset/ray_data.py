@@ -1,21 +1,18 @@
 """Ray Data stage that sends batches of rows to an Engine, one call per batch."""
 
-import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from serve_app.api.protocol import JSON
+from pydantic_core import from_json
+
 from serve_app.api.scheduling import ServiceTier
 from serve_app.dataset.errors import DriverError
 from serve_app.dataset.formats import numbered
+from serve_app.dataset.output import result_columns
 from serve_app.dataset.prompts import Prompter
-from serve_app.driver.chunks import chunked
-from serve_app.driver.clients import HandleClient
-from serve_app.driver.parquet import result_columns
-from serve_app.driver.run_stats import RunStats
-from serve_app.driver.running import call_body
-from serve_app.driver.sending import Sender
-from serve_app.jobs.pacing import Backoff, Fixed
+from serve_app.dataset.run import Drive
+from serve_app.jobs.handle import HandleClient
+from serve_app.jobs.rows import Result
 
 
 class Generate:
@@ -33,12 +30,12 @@ class Generate:
         prompts: Arguments of `Prompter`; by default the column `prompt` is the prompt.
         sampling: Sampling fields of `/generate`.
         service_tier: Tier of the calls; "flex" goes behind live traffic.
-        retries: Most retries of a call.
+        retries: Most retries of a row.
         columns: The columns to add, with their names in the dataset, such as `{"result": "summary"}`; by
             default all, under the names above.
 
     Raises:
-        DriverError: There is no such Engine, or a column is wrong. When a batch comes: the service is gone or
+        RunError: There is no such Engine, or a column is wrong. When a batch comes: the service is gone or
             refuses it, or it has a column of the same name.
     """
 
@@ -54,16 +51,10 @@ class Generate:
     ) -> None:
         self._columns = _added(columns)
         self._prompter = Prompter(**(prompts or {}))
-        self._sender = Sender(
-            HandleClient(app, model),
-            call_body(sampling or {}, None, service_tier),
-            chat=self._prompter.chat,
-            retries=retries,
-            backoff=Backoff(),
-            concurrency=Fixed(1),
-            stats=RunStats(),
-            stopping=asyncio.Event(),
-        )
+        self._client = HandleClient(app, model)
+        self._sampling = sampling or {}
+        self._tier: ServiceTier = service_tier
+        self._retries = retries
 
     async def __call__(self, batch: Any) -> AsyncIterator[Any]:
         """Yield the batch as an Arrow table, with the columns of the results."""
@@ -80,12 +71,28 @@ class Generate:
                     f"the dataset has a column {name!r} already: give this stage's another name, as in "
                     f'columns={{"{field}": "my_{field}"}}, or drop that of the dataset'
                 )
-        rows: list[JSON] = batch.to_pylist()
-        done: list[JSON] = []
-        for chunk in chunked(numbered(iter(rows)), self._prompter, max(1, len(rows))):
-            done += await self._sender.send(chunk)
+        done: list[Result] = []
+
+        def write(results: Sequence[Result]) -> None:
+            done.extend(results)
+
+        rows = numbered(batch.to_pylist())
+        drive = Drive(
+            rows,
+            self._prompter,
+            self._client,
+            self._sampling,
+            write,
+            tier=self._tier,
+            chunk=max(1, len(batch)),
+            concurrency=1,
+            retries=self._retries,
+            observed=False,
+        )
+        await drive.run()
+        found = [from_json(result.text) for result in sorted(done)]
         for field, name, kind in self._columns:
-            batch = batch.append_column(name, pa.array([row[field] for row in done], kind))
+            batch = batch.append_column(name, pa.array([row[field] for row in found], kind))
         yield batch
 
 

@@ -3,11 +3,11 @@
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any
+from typing import Any
 from uuid import uuid4
 
 import httpx
@@ -16,14 +16,21 @@ from pydantic_core import from_json, to_json
 from serve_app.api.protocol import JSON
 from serve_app.client import base_url
 from serve_app.dataset.errors import CommandError, DriverError, output_error
-from serve_app.driver.api_progress import ENDED, Display
+from serve_app.dataset.output import drafted
+from serve_app.dataset.progress import Shown, eta, open_progress
+from serve_app.jobs.http import answer_of, json_of
+from serve_app.jobs.models import ENDED
 from serve_app.jobs.pacing import RETRYABLE, Backoff
+from serve_app.jobs.sender import message_of
 
 FIRST_POLL_S, MOST_POLL_S = 0.25, 5.0
 """Seconds between two looks at a batch: more and more, up to the second."""
 
 RUN = "saturate_run"
 """Key of the batch's metadata by which a run finds the batch that it has created."""
+
+SKEW_S = 86_400
+"""Seconds by which the clocks of this machine and of the service may differ."""
 
 PIECE_BYTES = 1 << 20
 
@@ -89,7 +96,8 @@ class APIRun:
         self._note_path = self.output.with_name(f"{self.output.name}.batch.json")
         self._sleep = sleep
         self._backoff = backoff or Backoff()
-        self._display = Display(quiet)
+        self._display = open_progress(quiet)
+        self._began: tuple[float, int] | None = None
         # The key of one service is not for another one.
         self._http = httpx.Client(
             base_url=url,
@@ -165,7 +173,7 @@ class APIRun:
                     "begin anew with --overwrite"
                 )
         if note is None:
-            note = {"input": digest, "run": uuid4().hex, "file": None, "batch": None}
+            note = {"input": digest, "run": uuid4().hex, "at": int(time.time()), "file": None, "batch": None}
             self._write_note(note)
         if note["file"] is None:
             self._display.say(f"uploading {self._input} ({self._input.stat().st_size:,} bytes)")
@@ -212,20 +220,48 @@ class APIRun:
 
         def send() -> httpx.Response:
             nonlocal tried
-            if tried and (found := self._created(note["run"])):
+            if tried and (found := self._find(note)):
                 return httpx.Response(200, json=found)
             tried = True
             return self._http.post("/v1/batches", json=body)
 
         # A note without a batch may be that of a run which ended before it had the answer.
-        found = self._call("list", lambda: self._http.get("/v1/batches", params={"limit": 100}), "data")
-        if batch := _of_run(found, note["run"]):
+        if batch := self._find(note):
             return str(batch["id"])
         return str(self._call("create", send, "id")["id"])
 
-    def _created(self, run: str) -> JSON | None:
-        response = self._http.get("/v1/batches", params={"limit": 100})
-        return _of_run(_json(response), run) if response.is_success else None
+    def _find(self, note: JSON) -> JSON | None:
+        """Return the batch that this run has created, if there is one; the newest come first."""
+        after: JSON = {}
+        while True:
+            params = {"limit": 100, **after}
+            page = self._call("list", partial(self._http.get, "/v1/batches", params=params), "data")
+            if (batch := _of_run(page, note["run"])) is not None:
+                return batch
+            batches = page["data"]
+            if not page.get("has_more") or not isinstance(batches, list) or not batches:
+                return None
+            last = batches[-1]
+            if last["created_at"] < note.get("at", 0) - SKEW_S:
+                return None
+            after = {"after": last["id"]}
+
+    def _shown(self, batch: JSON) -> Shown:
+        counts = batch["request_counts"]
+        total, done = counts["total"], counts["completed"] + counts["failed"]
+        parts = [batch["status"]]
+        if total:
+            parts.append(f"{done:,}/{total:,} rows")
+        if counts["failed"]:
+            parts.append(f"{counts['failed']:,} failed")
+        now = time.monotonic()
+        if self._began is None:
+            self._began = now, done
+        since, before = self._began
+        if done > before and now > since:
+            rate = (done - before) / (now - since)
+            parts += [f"{rate:,.1f} rows/s", f"ETA {eta(done, total, rate)}"]
+        return Shown(done, total or None, ", ".join(parts), ended=batch["status"] in ENDED)
 
     def _wait(self, note: JSON) -> JSON:
         wait_s = FIRST_POLL_S
@@ -233,7 +269,7 @@ class APIRun:
             batch = self._call(
                 "poll", lambda: self._http.get(f"/v1/batches/{note['batch']}"), *FIELDS, patient=True
             )
-            self._display.update(batch)
+            self._display.update(self._shown(batch))
             if batch["status"] in ENDED:
                 return batch
             self._sleep(wait_s)
@@ -285,20 +321,19 @@ class APIRun:
                 message = f"{self._http.base_url}: {str(error) or type(error).__name__}"
             else:
                 if response.is_success:
-                    answer = _json(response)
-                    if missing := [field for field in fields if field not in answer]:
+                    body = json_of(response) or {}
+                    if missing := [field for field in fields if field not in body]:
                         # Such as the page of a proxy that asks for a login.
                         raise DriverError(
                             f"{what}: {self._http.base_url} answers {response.status_code} without "
                             f"{missing[0]!r}, so it isn't saturate: {response.text.strip()[:100]!r}"
                         )
-                    return answer
-                message = _message(response)
-                # Ray Serve's proxy answers 404 in its own words while nothing is deployed.
-                known = "error" in _json(response)
-                if response.status_code not in RETRYABLE and (known or response.status_code != 404):
+                    return body
+                answer = answer_of(response)
+                message = message_of(answer)
+                if answer.status not in RETRYABLE:
                     raise DriverError(f"{what}: {message}")
-                retry_after = _seconds(response.headers.get("retry-after"))
+                retry_after = answer.retry_after_s
             if tried > self._retries and not patient:
                 tries = "1 try" if tried == 1 else f"{tried} tries"
                 raise DriverError(
@@ -309,21 +344,8 @@ class APIRun:
             self._sleep(self._backoff.wait_s(min(tried, 8), retry_after))
 
     def _write_note(self, note: JSON) -> None:
-        try:
-            with _replacing(self._note_path) as file:
-                file.write(to_json(note))
-        except OSError as error:
-            raise output_error(self._note_path, error) from None
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    part = path.with_name(f"{path.name}.part")
-    with part.open("wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+        with drafted(self._note_path) as draft:
+            draft.write_bytes(to_json(note))
 
 
 def _endpoint(input: Path, line: bytes) -> str:
@@ -347,28 +369,6 @@ def _of_run(found: JSON, run: str) -> JSON | None:
         if isinstance(metadata, dict) and metadata.get(RUN) == run and "id" in batch:
             return dict(batch)
     return None
-
-
-def _json(response: httpx.Response) -> JSON:
-    try:
-        body = response.json()
-    except ValueError:
-        return {}
-    return body if isinstance(body, dict) else {}
-
-
-def _message(response: httpx.Response) -> str:
-    error = _json(response).get("error")
-    if isinstance(error, dict) and "message" in error:
-        return str(error["message"])
-    return f"{response.status_code} {response.reason_phrase}: {response.text.strip()[:200]}"
-
-
-def _seconds(text: str | None) -> float | None:
-    try:
-        return max(0.0, float(text or ""))
-    except ValueError:
-        return None
 
 
 def _refusal(input: Path, batch: JSON) -> str:

@@ -134,9 +134,9 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _option(name: str, help: str, **attributes: Any) -> click.Option:
+def _option(name: str, help: str, *others: str, **attributes: Any) -> click.Option:
     shown = {"show_default": True} if attributes.get("default") and not attributes.get("is_flag") else {}
-    return click.Option([name], help=help, **shown, **attributes)
+    return click.Option([name, *others], help=help, **shown, **attributes)
 
 
 SAMPLING = {
@@ -262,24 +262,26 @@ GROUPS: dict[str, list[click.Parameter]] = {
     ],
     "Speed and retries": [
         _option(
-            "--chunk-size",
+            "--chunk",
             "Rows in one call: more cost less per row, fewer lose less if a call fails.",
+            "--chunk-size",
             type=_positive,
-            default=50,
+            default=1,
             metavar="N",
         ),
         _option(
+            "--concurrency",
+            "Calls in flight, a number or auto. auto follows the service's statistics. A good number keeps "
+            "several times as many rows in flight as the engines run at once (max_num_seqs x replicas, "
+            "divided by --chunk).",
             "--max-concurrency",
-            "Calls in flight, a number or auto. A good number keeps several times as many rows in flight as "
-            "the engines run at once (max_num_seqs x replicas, divided by --chunk-size); auto follows the "
-            "service's statistics.",
             type=_concurrency,
-            default=10,
+            default="auto",
             metavar="N|auto",
         ),
         _option(
             "--retries",
-            "Times that a failed call is sent again, after 0.5 s, 1 s, 2 s up to 60 s, or the time that the "
+            "Times that a failed row is sent again, after 0.5 s, 1 s, 2 s up to 60 s, or the time that the "
             "service asks for. 20 outlast about ten minutes without a service. A full queue (429) is waited "
             "out and doesn't count.",
             type=_not_negative,

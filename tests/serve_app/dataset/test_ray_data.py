@@ -8,7 +8,8 @@ import pyarrow as pa
 import pytest
 
 from serve_app.dataset.errors import DriverError
-from serve_app.driver.ray_data import Generate
+from serve_app.dataset.ray_data import Generate
+from serve_app.jobs.errors import RunError
 from tests.progress import STILL_S
 from tests.serve_app.jobs.generate_handle import Handle
 
@@ -115,5 +116,5 @@ async def test_a_batch_is_one_call_and_comes_back_with_result_columns(handle: Ha
 
 
 def test_an_unknown_engine_is_an_error(handle: Handle) -> None:
-    with pytest.raises(DriverError, match="no deployment Engine:other"):
+    with pytest.raises(RunError, match="no deployment Engine:other"):
         Generate("llm", "other")

@@ -2,22 +2,23 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic_core import from_json
 from starlette.responses import PlainTextResponse, Response
 
 from serve_app.api.protocol import JSON
+from serve_app.dataset import DriverError, HTTPClient, Prompter, run
 from serve_app.dataset.formats import numbered
-from serve_app.driver import DriverError, HTTPClient, Prompter
-from serve_app.driver.chunks import chunked
-from serve_app.driver.running import Run, call_body, run
-from serve_app.jobs.pacing import Auto, Backoff, Concurrency, Fixed
+from serve_app.dataset.run import Drive
+from serve_app.jobs.pacing import Auto, Backoff
+from serve_app.jobs.rows import Result
 from tests.progress import STILL_S
-from tests.serve_app.driver.fake import FakeService, failure, no_route, texts
+from tests.serve_app.dataset.fake import FakeService, failure, no_route, texts
 
 NOW = Backoff(0.0001, 0.001)
 PROMPTS = [f"p{number}" for number in range(23)]
@@ -27,27 +28,48 @@ def client(service: FakeService) -> HTTPClient:
     return HTTPClient("http://fake", transport=httpx.ASGITransport(app=service.app))
 
 
+class Sent:
+    """A run over prompts.
+
+    Attributes:
+        results: The rows of the output so far.
+    """
+
+    def __init__(
+        self,
+        service: FakeService | HTTPClient,
+        prompts: list[str],
+        size: int = 5,
+        concurrency: int | Literal["auto"] = 3,
+        retries: int = 20,
+        prompter: Prompter | None = None,
+    ) -> None:
+        self.results: list[Result] = []
+        self.drive = Drive(
+            numbered({"prompt": prompt} for prompt in prompts),
+            prompter or Prompter(),
+            client(service) if isinstance(service, FakeService) else service,
+            {},
+            self.results.extend,
+            chunk=size,
+            concurrency=concurrency,
+            retries=retries,
+            backoff=NOW,
+        )
+
+    @property
+    def rows(self) -> list[JSON]:
+        """The rows, in the order of the input."""
+        return [from_json(result.text) for result in sorted(self.results)]
+
+
 async def send(
-    service: FakeService,
-    prompts: list[str],
-    size: int = 5,
-    concurrency: Concurrency | None = None,
-    retries: int = 20,
-    prompter: Prompter | None = None,
-) -> tuple[list[JSON], Run]:
+    service: FakeService, prompts: list[str], size: int = 5, **options: Any
+) -> tuple[list[JSON], Drive]:
     """Return the rows, in the order of the input, and the run."""
-    prompter = prompter or Prompter()
-    dataset_run = Run(
-        client(service),
-        call_body({}, None, "flex"),
-        chat=prompter.chat,
-        concurrency=concurrency or Fixed(3),
-        retries=retries,
-        backoff=NOW,
-    )
-    chunks = chunked(numbered({"prompt": prompt} for prompt in prompts), prompter, size)
-    rows = [row async for done in dataset_run.results(chunks) for row in done]
-    return sorted(rows, key=lambda row: int(row["row"])), dataset_run
+    sent = Sent(service, prompts, size, **options)
+    await sent.drive.run()
+    return sent.rows, sent.drive
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -74,15 +96,15 @@ async def test_every_row_comes_back_once() -> None:
     }
     assert [len(body["prompts"]) for body in service.calls] == [5, 5, 5, 5, 3]
     assert {body["service_tier"] for body in service.calls} == {"flex"}
-    assert service.calls[0]["task_id"] == "rows_0_4"
-    assert dataset_run.stats.totals.rows == 23
+    assert service.calls[0]["task_id"] == "row_0"
+    assert dataset_run.stats.rows == 23
 
 
 async def test_no_more_calls_at_once_than_allowed() -> None:
     service = FakeService()
     service.release.clear()
 
-    sending = asyncio.create_task(send(service, PROMPTS, size=1, concurrency=Fixed(4)))
+    sending = asyncio.create_task(send(service, PROMPTS, size=1, concurrency=4))
     await until(lambda: service.most_at_once == 4)
     service.release.set()
     await sending
@@ -101,29 +123,11 @@ async def test_calls_that_fail_are_sent_again() -> None:
         lambda: PlainTextResponse('{"results": []}'),
     ]
     service.trouble = lambda body: troubles.pop()() if troubles else None
-    rows, dataset_run = await send(service, PROMPTS)
+    rows, dataset_run = await send(service, PROMPTS, size=1)
     assert [row["result"] for row in rows] == [prompt.upper() for prompt in PROMPTS]
     assert dataset_run.stats.retries == 7
-    assert sum(row["attempts"] - 1 for row in rows if row["row"] % 5 == 0) == 7
+    assert sum(row["attempts"] - 1 for row in rows) == 7
     assert set(service.served.values()) == {1}
-
-
-async def test_retry_after_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[float] = []
-    timeout = asyncio.timeout
-
-    def note(seconds: float) -> asyncio.Timeout:
-        waits.append(seconds)
-        return timeout(0.001)
-
-    monkeypatch.setattr("serve_app.driver.sending.asyncio.timeout", note)
-    service = FakeService()
-    answers = [failure(429, "rate_limit_error", retry_after="7")]
-    service.trouble = lambda body: answers.pop() if answers else None
-    await send(service, PROMPTS[:3])
-    assert len(waits) == 1
-    assert 7 <= waits[0] <= 7 * 1.25
-    assert len(service.calls) == 2
 
 
 async def test_errors_of_rows_are_data() -> None:
@@ -161,36 +165,22 @@ async def test_a_row_that_makes_calls_fail_is_found(trouble: Callable[[], Respon
 async def test_a_service_that_is_gone_ends_the_run() -> None:
     service = FakeService()
     service.trouble = lambda body: failure(503) if len(service.calls) > 3 else None
-    rows: list[JSON] = []
-    dataset_run = Run(client(service), {}, concurrency=Fixed(1), retries=2, backoff=NOW)
-    chunks = chunked(numbered({"prompt": prompt} for prompt in PROMPTS), Prompter(), 5)
-
-    async def collect() -> None:
-        async for done in dataset_run.results(chunks):
-            rows.extend(done)
-
+    sent = Sent(service, PROMPTS, concurrency=1, retries=2)
     with pytest.raises(DriverError, match="run the same command again"):
-        await collect()
-    assert [row["row"] for row in rows] == list(range(15))
-    assert not any(row["error"] for row in rows)
+        await sent.drive.run()
+    assert [row["row"] for row in sent.rows] == list(range(15))
+    assert not any(row["error"] for row in sent.rows)
 
 
 async def test_an_outage_is_not_taken_for_an_error_of_rows() -> None:
     service = FakeService()
     # The first call fails before the second is served; from then on none is.
     service.trouble = lambda body: None if texts(body) == PROMPTS[5:10] else failure(503)
-    rows: list[JSON] = []
-    dataset_run = Run(client(service), {}, concurrency=Fixed(2), retries=10, backoff=NOW)
-    chunks = chunked(numbered({"prompt": prompt} for prompt in PROMPTS), Prompter(), 5)
-
-    async def collect() -> None:
-        async for done in dataset_run.results(chunks):
-            rows.extend(done)
-
-    with pytest.raises(DriverError, match="gave up"):
-        await collect()
-    assert [row["row"] for row in rows] == [5, 6, 7, 8, 9]
-    assert not any(row["error"] for row in rows)
+    sent = Sent(service, PROMPTS, concurrency=2, retries=10)
+    with pytest.raises(DriverError, match="gave up after 11 tries of a row"):
+        await sent.drive.run()
+    assert [row["row"] for row in sent.rows] == [5, 6, 7, 8, 9]
+    assert not any(row["error"] for row in sent.rows)
 
 
 async def test_a_full_queue_is_waited_out_however_long() -> None:
@@ -205,7 +195,7 @@ async def test_a_full_queue_is_waited_out_however_long() -> None:
         return None
 
     service.trouble = trouble
-    rows, _ = await send(service, PROMPTS, size=1, concurrency=Fixed(2), retries=3)
+    rows, _ = await send(service, PROMPTS, size=1, concurrency=2, retries=3)
     assert rows[0]["result"] == "P0"
     assert rows[0]["attempts"] == 51
 
@@ -215,27 +205,20 @@ async def test_a_run_that_the_service_refuses_ends_at_once(status: int) -> None:
     service = FakeService()
     service.trouble = lambda body: failure(status, "invalid_request_error", "max_tokens")
     with pytest.raises(DriverError, match=f"the service refuses this run: failed with {status}"):
-        await send(service, PROMPTS, concurrency=Fixed(1))
+        await send(service, PROMPTS, concurrency=1)
     assert len(service.calls) == 1
 
 
 async def test_calls_in_flight_are_finished_after_stop() -> None:
     service = FakeService()
     service.release.clear()
-    dataset_run = Run(client(service), {}, concurrency=Fixed(2), backoff=NOW)
-    chunks = chunked(numbered({"prompt": prompt} for prompt in PROMPTS), Prompter(), 5)
-    rows: list[JSON] = []
-
-    async def collect() -> None:
-        async for done in dataset_run.results(chunks):
-            rows.extend(done)
-
-    collecting = asyncio.create_task(collect())
+    sent = Sent(service, PROMPTS, concurrency=2)
+    running = asyncio.create_task(sent.drive.run())
     await until(lambda: service.most_at_once == 2)
-    dataset_run.stop()
+    sent.drive.stop()
     service.release.set()
-    await asyncio.wait_for(collecting, STILL_S)
-    assert len(rows) == 10
+    await asyncio.wait_for(running, STILL_S)
+    assert len(sent.rows) == 10
     assert len(service.calls) == 2
 
 
@@ -255,10 +238,10 @@ async def test_auto_backs_off_from_429_and_finishes() -> None:
     service.trouble = lambda body: (
         failure(429, "rate_limit_error", retry_after="0") if len(service.calls) <= 5 else None
     )
-    adaptive = Auto(first=8)
-    rows, _ = await send(service, PROMPTS, size=1, concurrency=adaptive)
+    rows, drive = await send(service, PROMPTS, size=1, concurrency="auto")
     assert all(row["result"] for row in rows)
-    assert adaptive.limit < 8
+    assert isinstance(drive.concurrency, Auto)
+    assert drive.concurrency.limit < 4
 
 
 def is_no_outage(fates: list[str]) -> bool:
@@ -292,7 +275,7 @@ def test_no_row_is_lost_or_doubled_however_calls_fail(
         return fate() if fate else None
 
     service.trouble = trouble
-    rows, dataset_run = asyncio.run(send(service, PROMPTS[:count], size=size, concurrency=Fixed(limit)))
+    rows, dataset_run = asyncio.run(send(service, PROMPTS[:count], size=size, concurrency=limit))
     assert [row["row"] for row in rows] == list(range(count))
     for row in rows:
         assert (row["result"] is None) == (row["error"] is not None)
@@ -310,14 +293,14 @@ async def test_run_takes_mappings_prompts_and_files(tmp_path: Any) -> None:
     expected = [("x", "A"), ("y", "B")]
     assert await results(run(str(tmp_path / "a.jsonl"), client(service))) == expected
     dataset = [{"id": "x", "prompt": "a"}, {"id": "y", "prompt": "b"}]
-    assert await results(run(dataset, client(service), chunk_size=1, max_concurrency="auto")) == expected
+    assert await results(run(dataset, client(service), chunk=1, concurrency="auto")) == expected
     assert await results(run(["a", "b"], client(service), sampling={"max_tokens": 3})) == [(0, "A"), (1, "B")]
     assert service.calls[-1]["max_tokens"] == 3
 
 
 async def test_closing_a_run_ends_its_calls() -> None:
     service = FakeService()
-    rows = run([f"p{n}" for n in range(100)], client(service), chunk_size=1, max_concurrency=2)
+    rows = run([f"p{n}" for n in range(100)], client(service), chunk=1, concurrency=2)
     async for _ in rows:
         break
     await rows.aclose()  # type: ignore[attr-defined]
@@ -338,9 +321,8 @@ async def test_a_connection_that_breaks_is_sent_again() -> None:
         return httpx.Response(200, json={"results": ["A"], "details": [detail], "errors": []})
 
     http = HTTPClient("http://fake", transport=httpx.MockTransport(answer))
-    dataset_run = Run(http, {}, backoff=NOW)
-    (rows,) = [
-        rows async for rows in dataset_run.results(chunked(numbered(iter([{"prompt": "a"}])), Prompter(), 5))
-    ]
-    assert rows[0]["result"] == "A"
-    assert rows[0]["attempts"] == 4
+    sent = Sent(http, ["a"])
+    await sent.drive.run()
+    (row,) = sent.rows
+    assert row["result"] == "A"
+    assert row["attempts"] == 4

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from serve_app.api.protocol import JSON
 from serve_app.dataset.errors import OutputError
-from serve_app.driver.journal import write_whole
+from serve_app.dataset.output import drafted
 
 
 def report(
@@ -39,7 +39,8 @@ def write_report(path: Path, body: JSON) -> None:
     """
     if not path.parent.is_dir():
         raise OutputError(f"--report {path}: there is no folder {path.parent}")
-    write_whole(path, iter([json.dumps(body, indent=1, ensure_ascii=False).encode() + b"\n"]))
+    with drafted(path) as draft:
+        draft.write_text(json.dumps(body, indent=1, ensure_ascii=False) + "\n")
 
 
 def table(body: JSON) -> str:
@@ -59,7 +60,7 @@ def table(body: JSON) -> str:
     if latency["p50_s"] is not None:
         times = (f"{name[:-2]} {_time(seconds)}" for name, seconds in latency.items())
         lines.append(
-            ("calls", f"{run['calls']:,} answered, {run['retries']:,} sent again; {', '.join(times)}")
+            ("calls", f"{run['calls']:,} answered, {run['retries']:,} rows sent again; {', '.join(times)}")
         )
     if run["utilization"] is not None:
         lines.append(("batcher", f"{run['utilization']:.1%} of the time busy"))

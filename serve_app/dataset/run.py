@@ -1,0 +1,601 @@
+"""A run: sends the rows of a dataset through a service, and records what comes back.
+
+A thread reads the input ahead, as far as a window of rows. When the rows of the window before are sent, the
+rows that are there by then are put in order: rows that share a prefix are sent together, as those of a batch
+are (`serve_app.jobs.plan`).
+"""
+
+import asyncio
+import threading
+from array import array
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from math import isfinite
+from typing import Any, Literal
+
+from pydantic_core import from_json, to_json
+
+from serve_app.api.protocol import JSON
+from serve_app.api.scheduling import TIER_PRIORITY, Scheduling, ServiceTier
+from serve_app.dataset.errors import CommandError, DriverError, MissingColumnError, OutputError, RowError
+from serve_app.dataset.formats import Row as InputRow
+from serve_app.dataset.formats import numbered
+from serve_app.dataset.prompts import Prompter
+from serve_app.dataset.readers import open_source
+from serve_app.dataset.stats import Measured, RunStats, Service
+from serve_app.jobs.errors import GaveUpError, RunError
+from serve_app.jobs.lists import Lists
+from serve_app.jobs.pacing import RETRYABLE, Auto, Backoff, Concurrency, Fixed
+from serve_app.jobs.plan import TOGETHER, Line, Planner, Turns
+from serve_app.jobs.rows import Answer, Result, Row, Tokens
+from serve_app.jobs.runner import Runner, finished
+from serve_app.jobs.scheduler import Run
+from serve_app.system.waiting import wait_for_event
+
+ENDPOINT = "/generate"
+
+WINDOW_ROWS, WINDOW_BYTES = 10_000, 32 << 20
+"""Bounds of the rows that are read ahead, and put in order together."""
+
+FIRST_S = 0.3
+"""Seconds after the first row in which the first window fills: a pipe may stay silent behind it."""
+
+LOW_ROWS = 64
+"""Rows that are ready below which more are made ready."""
+
+SLICE_ROWS = 256
+"""Rows that are made ready at once."""
+
+CHECKED_ROWS = 50
+"""Rows of which at least one must have the columns that the prompt needs."""
+
+ASKED_ROWS = 1_000
+"""Rows of which the output is asked at once whether they are done."""
+
+GATHER_S = 0.05
+"""Seconds for which results are gathered: a commit of one takes nearly as long as one of many."""
+
+READY_GROUPS = 8
+"""Groups of results that wait for the caller of `run`."""
+
+MOST_ROWS = 1024
+"""Most rows at the service at once, where the number adapts to it."""
+
+TICK_S = 0.5
+
+UNREADABLE = {"invalid_row", "unreadable_rows"}
+"""Errors of rows that say nothing about their columns."""
+
+Record = Callable[[Sequence[Result]], None]
+Done = Callable[[int, int], set[int]]
+"""Returns which of the rows from a first to a last one are done."""
+
+
+@dataclass(slots=True, frozen=True)
+class Item:
+    """One row to send.
+
+    Attributes:
+        number: Position in the input, from 0.
+        id: The row's id for its user.
+        prompt: A text, the messages of a chat, or the error of a row without a prompt.
+    """
+
+    number: int
+    id: Any
+    prompt: str | list[JSON] | RowError
+
+    @classmethod
+    def of(cls, row: InputRow, prompter: Prompter, id_column: str) -> "Item":
+        """Return a row of the input as it is sent."""
+        if isinstance(row.values, RowError):
+            return cls(row.number, row.number, row.values)
+        id = row.values.get(id_column, row.number)
+        if id is None or (isinstance(id, float) and not isfinite(id)):
+            # NaN stands for a missing value in many tools, and is no JSON.
+            id = row.number
+        elif not isinstance(id, str | int | float):
+            id = str(id)
+        try:
+            return cls(row.number, id, prompter.prompt(row.values))
+        except RowError as error:
+            return cls(row.number, id, error)
+
+
+def check_columns(items: Iterable[Item]) -> None:
+    """Raise a CommandError if all rows that can be read lack a column: its name is wrong, not the rows."""
+    missing = None
+    for item in items:
+        if isinstance(item.prompt, MissingColumnError):
+            missing = missing or item.prompt
+        elif not (isinstance(item.prompt, RowError) and item.prompt.type in UNREADABLE):
+            return
+    if missing:
+        raise CommandError(f"the first rows fail: {missing.message}. {missing.fix}")
+
+
+class ReadAhead:
+    """Reads rows in a thread, within bounds on rows and bytes.
+
+    Args:
+        rows: The rows.
+        done: Returns which rows are done; they are left out.
+        changed: Called in the thread when rows were read.
+
+    Attributes:
+        read: Number of rows that were read, those that are left out too.
+        ended: Whether all rows were read.
+    """
+
+    def __init__(self, rows: Iterator[Item], done: Done, changed: Callable[[], None]) -> None:
+        self.read = 0
+        self.ended = False
+        self._rows = rows
+        self._done = done
+        self._changed = changed
+        self._items: deque[tuple[Item, int]] = deque()
+        self._bytes = 0
+        self._error: Exception | None = None
+        self._closed = False
+        self._room = threading.Condition()
+        # A daemon: it may wait for a pipe that stays silent when the run is over.
+        self._thread = threading.Thread(target=self._run, name="read", daemon=True)
+        self._thread.start()
+
+    @property
+    def silent(self) -> bool:
+        """True while the thread reads, and may wait for its input."""
+        return self._thread.is_alive() and not self.full
+
+    @property
+    def full(self) -> bool:
+        """True if a window is full, or nothing more follows."""
+        many = len(self._items) >= WINDOW_ROWS or self._bytes >= WINDOW_BYTES
+        return many or self.ended or self._error is not None
+
+    def __len__(self) -> int:
+        """Return how many rows are here."""
+        return len(self._items)
+
+    def take(self) -> list[Item]:
+        """Return the rows that are here, and make room for others.
+
+        Raises:
+            DriverError: The input can't be read on; all rows before that were taken.
+        """
+        with self._room:
+            items = [item for item, _ in self._items]
+            self._items.clear()
+            self._bytes = 0
+            self._room.notify()
+            if not items and self._error is not None:
+                raise self._error
+        return items
+
+    def close(self) -> None:
+        """Read no more."""
+        with self._room:
+            self._closed = True
+            self._room.notify()
+
+    def _run(self) -> None:
+        known: set[int] = set()
+        last = -1
+        try:
+            for item in self._rows:
+                self.read += 1
+                if item.number > last:
+                    last = item.number + ASKED_ROWS - 1
+                    known = self._done(item.number, last)
+                if item.number in known:
+                    continue
+                size = 0 if isinstance(item.prompt, RowError) else len(to_json(item.prompt))
+                with self._room:
+                    self._room.wait_for(lambda: self._closed or not self.full)
+                    if self._closed:
+                        return
+                    self._items.append((item, size))
+                    self._bytes += size
+                    tell = len(self._items) == 1 or self.full
+                if tell:
+                    self._changed()
+            self.ended = True
+        except Exception as error:
+            # The run raises it once the rows before are sent.
+            self._error = error
+        self._changed()
+
+
+class DatasetRun(Run):
+    """The rows of a dataset.
+
+    Args:
+        fields: Fields of every call, without the prompt.
+        chat: Whether prompts are lists of messages.
+        tier: Service tier of the calls.
+        write: Records results.
+        stats: Counts them.
+
+    Attributes:
+        failure: The error that ended the run; None: there is none.
+    """
+
+    def __init__(
+        self, fields: Mapping[str, Any], chat: bool, tier: ServiceTier, write: Record, stats: RunStats
+    ) -> None:
+        super().__init__(ENDPOINT, Scheduling(TIER_PRIORITY[tier]))
+        self.failure: RunError | None = None
+        self._fields = {**fields, "service_tier": tier, "partial": True, "details": True}
+        self._field = "messages" if chat else "prompts"
+        self._write = write
+        self._stats = stats
+
+    def __str__(self) -> str:
+        return "the run"
+
+    def row(self, item: Item) -> Row:
+        """Return a row in the form in which it waits."""
+        return Row(item.number, to_json([item.id, item.prompt], inf_nan_mode="null"))
+
+    def body(self, row: Row) -> JSON:
+        """Return a call with one prompt."""
+        prompt = from_json(row.text)[1]
+        return self._fields | {self._field: [prompt], "task_id": f"row_{row.line}"}
+
+    def result(self, row: Row, answer: Answer, tries: int) -> Result:
+        """Return the row of the output.
+
+        Raises:
+            DriverError: The service refuses all rows.
+        """
+        id = from_json(row.text)[0]
+        if answer.status != 200:
+            error = answer.body.get("error")
+            error = error if isinstance(error, dict) else {}
+            message = str(error.get("message", f"status {answer.status}"))
+            own = answer.status == 413 or str(error.get("param") or "").startswith(self._field)
+            if not (own or answer.final or answer.status in RETRYABLE):
+                raise DriverError(f"the service refuses this run: {message}")
+            return _failed(row.line, id, str(error.get("type", "internal_error")), message, tries)
+        result, detail = (_only(answer.body.get(name)) for name in ("results", "details"))
+        if result is None or detail is None:
+            (error, *_) = answer.body.get("errors") or [{}]
+            message = error.get("message", "the service gave no result and no reason")
+            return _failed(row.line, id, error.get("type", "internal_error"), message, tries)
+        read, written = detail["prompt_tokens"], detail["completion_tokens"]
+        line = {
+            "row": row.line,
+            "id": id,
+            "result": result,
+            "finish_reason": detail["finish_reason"],
+            "prompt_tokens": read,
+            "completion_tokens": written,
+            "attempts": tries,
+            "error": None,
+        }
+        return Result(row.line, to_json(line) + b"\n", False, tokens=Tokens(read or 0, 0, written or 0))
+
+    def record(self, results: Sequence[Result]) -> None:
+        """Record rows of the output."""
+        self._write(results)
+
+    def recorded(self, results: Sequence[Result]) -> None:
+        """Count rows."""
+        self._stats.add(results)
+
+    def fail(self, error: RunError) -> None:
+        """End the run: rows in flight are finished, as long as they can be written."""
+        self.failure = self.failure or error
+        self.stopping.set()
+        if isinstance(error, OutputError):
+            self.abort()
+
+
+def _only(values: Any) -> Any:
+    """Return the only item of a list; None if the list is of another form."""
+    return values[0] if isinstance(values, list) and len(values) == 1 else None
+
+
+def _failed(number: int, id: Any, type: str, message: str, tries: int) -> Result:
+    line = {
+        "row": number,
+        "id": id,
+        "result": None,
+        "finish_reason": None,
+        "prompt_tokens": None,
+        "completion_tokens": None,
+        "attempts": tries,
+        "error": {"type": type, "message": message},
+    }
+    return Result(number, to_json(line, inf_nan_mode="null") + b"\n", True)
+
+
+class Drive:
+    """Drives one run over a dataset to its end.
+
+    Args:
+        rows: The input.
+        prompter: Makes prompts of its rows.
+        service: The service.
+        fields: Sampling fields and the model of each call.
+        tier: Service tier of the calls; "flex" goes behind live traffic.
+        write: Records results.
+        done: Returns which rows are done.
+        before: Number of rows that were done before.
+        chunk: Rows in a call.
+        concurrency: Calls at once; "auto" adapts to the service.
+        retries: Further tries of a row.
+        id_column: Column of a row's id.
+        limit: Number of rows to take, from the beginning.
+        backoff: Waits between tries.
+        observed: Whether the statistics of the service are read.
+
+    Attributes:
+        stats: Statistics of the run.
+        concurrency: Limit on the rows in flight.
+    """
+
+    def __init__(
+        self,
+        rows: Iterable[InputRow],
+        prompter: Prompter,
+        service: Service,
+        fields: Mapping[str, Any],
+        write: Record,
+        *,
+        tier: ServiceTier = "flex",
+        done: Done = lambda first, last: set(),
+        before: int = 0,
+        chunk: int = 1,
+        concurrency: int | Literal["auto"] = "auto",
+        retries: int = 20,
+        id_column: str = "id",
+        limit: int | None = None,
+        backoff: Backoff | None = None,
+        observed: bool = True,
+    ) -> None:
+        self.stats = RunStats()
+        self._observed = observed
+        self.concurrency: Concurrency = (
+            Auto(first=4 * chunk, most=max(MOST_ROWS, 4 * chunk))
+            if concurrency == "auto"
+            else Fixed(chunk * concurrency)
+        )
+        self._items = (Item.of(row, prompter, id_column) for row in islice(rows, limit))
+        self._run = DatasetRun(fields, prompter.chat, tier, write, self.stats)
+        self._measured = Measured(service, self.stats)
+        self._client = Lists(self._measured, chunk)
+        self._done = done
+        self._check = not before
+        self._retries = retries
+        self._backoff = backoff
+        self._changed = asyncio.Event()
+        self._stopping = False
+        self._turns: Turns | None = None
+        self._window: list[Item] = []
+        self._reading: ReadAhead | None = None
+
+    @property
+    def read(self) -> int:
+        """Rows of the input that were read."""
+        return self._reading.read if self._reading else 0
+
+    @property
+    def asleep(self) -> bool:
+        """True if the model has no replica, as of the last statistics."""
+        return self._measured.asleep
+
+    @property
+    def silent(self) -> bool:
+        """True while a thread may wait for the input."""
+        return self._reading is not None and self._reading.silent
+
+    def stop(self) -> None:
+        """Send no more rows; those in flight are finished."""
+        self._stopping = True
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Run to the end.
+
+        Raises:
+            RunError: No row could be served, the input can't be read, or the output can't be written.
+        """
+        loop = asyncio.get_running_loop()
+
+        def tell() -> None:
+            # The loop may be closed by then.
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._changed.set)
+
+        run = self._run
+        self._reading = ReadAhead(self._items, self._done, tell)
+        if self._observed:
+            await self._measured.load(None)
+        try:
+            async with Runner(
+                self._client,
+                concurrency=lambda: self.concurrency,
+                backoff=self._backoff,
+                retries=self._retries,
+                patient=False,
+                row_timeout_s=None,
+                gather_s=GATHER_S,
+                changed=self._changed.set,
+            ) as runner:
+                await self._loop(runner, run, self._reading)
+                self.stats.end()
+        finally:
+            self._reading.close()
+        if run.failure is not None:
+            if isinstance(run.failure, GaveUpError):
+                raise DriverError(
+                    f"{run.failure}\n"
+                    "When the service is back, run the same command again: it goes on from here"
+                )
+            raise run.failure
+        if self._observed:
+            await self._measured.load(None)
+
+    async def _loop(self, runner: Runner, run: DatasetRun, reading: ReadAhead) -> None:
+        while True:
+            self._changed.clear()
+            if self._stopping and not run.stopping.is_set():
+                runner.stop(run)
+            more = not run.stopping.is_set()
+            if more and len(run.rows) < LOW_ROWS:
+                try:
+                    more = await self._make_ready(runner, run, reading)
+                except RunError as error:
+                    run.fail(error)
+                    more = False
+            if run.stopping.is_set():
+                # Rows that wait for their next try have their places only to end.
+                runner.stop(run)
+            elif run.rows or run.due:
+                runner.fill(None, [run])
+            self.stats.follow(runner)
+            if not runner.in_flight and (run.stopping.is_set() or not (more or run.rows)):
+                return
+            await wait_for_event(self._changed, TICK_S)
+
+    async def _make_ready(self, runner: Runner, run: DatasetRun, reading: ReadAhead) -> bool:
+        """Make rows ready to be sent; return whether others may follow.
+
+        Raises:
+            RunError: The input can't be read, or the output can't be written.
+        """
+        if not self._turns:
+            if self._check and len(reading):
+                await self._fill(reading)
+            if not (window := reading.take()):
+                return not reading.ended
+            if self._check:
+                check_columns(window[:CHECKED_ROWS])
+                self._check = False
+            failed = [
+                _failed(item.number, item.id, item.prompt.type, item.prompt.message, 0)
+                for item in window
+                if isinstance(item.prompt, RowError)
+            ]
+            if failed:
+                await finished(run.record, failed)
+                run.recorded(failed)
+            self._window = [item for item in window if not isinstance(item.prompt, RowError)]
+            self._turns = await asyncio.to_thread(_turns, self._window, run)
+        numbers, take = self._turns.peek(max(1, runner.in_flight // TOGETHER), SLICE_ROWS)
+        take()
+        run.rows.extend(run.row(self._window[number]) for number in numbers)
+        return True
+
+    async def _fill(self, reading: ReadAhead) -> None:
+        """Let the first window fill for a moment."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + FIRST_S
+        while not reading.full and not self._stopping and (left := deadline - loop.time()) > 0:
+            self._changed.clear()
+            await wait_for_event(self._changed, left)
+        self._changed.set()
+
+
+def _turns(items: Sequence[Item], run: DatasetRun) -> Turns:
+    """Return rows in the order in which they are sent."""
+    planner = Planner()
+    turns = array("I", bytes(4 * len(items)))
+    for number, item in enumerate(items):
+        row = run.row(item)
+        planner.add(Line(number, row.text, 0), run.body(row))
+    plan = planner.finish()
+    for number, entry in enumerate(plan):
+        turns[entry.turn] = number
+    return Turns(plan, turns)
+
+
+async def run(
+    dataset: str | Iterable[Mapping[str, Any] | str],
+    client: Service,
+    *,
+    prompts: Prompter | None = None,
+    sampling: Mapping[str, Any] | None = None,
+    model: str | None = None,
+    service_tier: ServiceTier = "flex",
+    chunk: int = 1,
+    concurrency: int | Literal["auto"] = "auto",
+    retries: int = 20,
+    id_column: str = "id",
+    limit: int | None = None,
+    backoff: Backoff | None = None,
+) -> AsyncIterator[JSON]:
+    """Send a dataset through a service and yield an output row for each of its rows.
+
+    Rows are yielded in the order in which they end; `row` is the number of the input row.
+
+    Args:
+        dataset: Rows as mappings or as bare prompts, or an input as on the command line: a path, a pattern,
+            a URI.
+        client: The service.
+        prompts: Makes prompts from rows; by default the column `prompt` is the prompt.
+        sampling: Sampling fields of `/generate`.
+        model: Id of the model; may be left out where only one is served.
+        service_tier: Tier of the calls; "flex" goes behind live traffic.
+        chunk: Rows in one call.
+        concurrency: Concurrent calls; "auto" adapts to the service.
+        retries: Most retries of a row.
+        id_column: Column of a row's id.
+        limit: Number of rows to take, from the beginning.
+        backoff: Waits between tries.
+
+    Raises:
+        RunError: No row could be served, or the input can't be read.
+    """
+    rows = numbered(open_source(dataset).values() if isinstance(dataset, str) else map(_columns, dataset))
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Queue[Sequence[Result]] = asyncio.Queue(READY_GROUPS)
+
+    def write(results: Sequence[Result]) -> None:
+        # The run waits for a caller who is slow to take rows.
+        asyncio.run_coroutine_threadsafe(ready.put(results), loop).result()
+
+    drive = Drive(
+        rows,
+        prompts or Prompter(),
+        client,
+        call_fields(sampling or {}, model),
+        write,
+        tier=service_tier,
+        chunk=chunk,
+        concurrency=concurrency,
+        retries=retries,
+        id_column=id_column,
+        limit=limit,
+        backoff=backoff,
+    )
+    driving = asyncio.create_task(drive.run())
+    try:
+        while not (driving.done() and ready.empty()):
+            taking = asyncio.create_task(ready.get())
+            await asyncio.wait([taking, driving], return_when=asyncio.FIRST_COMPLETED)
+            if not taking.done():
+                taking.cancel()
+                continue
+            for result in taking.result():
+                yield from_json(result.text)
+        await driving
+    finally:
+        driving.cancel()
+        while not driving.done():
+            # A thread may wait for room.
+            while not ready.empty():
+                ready.get_nowait()
+            await asyncio.wait([driving], timeout=TICK_S / 10)
+
+
+def call_fields(sampling: Mapping[str, Any], model: str | None) -> JSON:
+    """Return the fields of every call of a run, without the prompt and the tier."""
+    return dict(sampling) if model is None else {**sampling, "model": model}
+
+
+def _columns(row: Mapping[str, Any] | str) -> JSON:
+    return {"prompt": row} if isinstance(row, str) else dict(row)

@@ -1,0 +1,167 @@
+"""A service over HTTP: rows that are sent to it, and what its answers say."""
+
+from collections.abc import Collection
+from contextlib import suppress
+from typing import Any, Self
+
+import httpx
+from pydantic_core import from_json, to_json
+
+from serve_app.api.errors import RequestError
+from serve_app.api.headers import KEEP_ALIVE
+from serve_app.api.protocol import JSON
+from serve_app.api.scheduling import Scheduling
+from serve_app.client import base_url
+from serve_app.jobs.errors import RunError
+from serve_app.jobs.pacing import EngineLoad, engine_load
+from serve_app.jobs.rows import Answer
+
+STATS_TIMEOUT_S = 10.0
+
+HEADERS = {"content-type": "application/json", KEEP_ALIVE: "1"}
+"""The read timeout is a limit on the silence of the service, not on the time that a call waits."""
+
+
+class HTTPClient:
+    """A service behind a URL.
+
+    Args:
+        url: Base URL of the service; `/v1` at its end is left out.
+        model: Model to read statistics of; None: the first one.
+        api_key: Sent as a bearer token.
+        connect_s: Seconds to get a connection.
+        read_s: Longest silence of the service, in seconds; a call that waits or runs gets a byte every 5 s.
+        write_s: Seconds to send a row.
+        pool_s: Seconds to wait for one of the connections.
+        transport: Another transport, for tests.
+
+    Raises:
+        RunError: The URL can't be that of a service.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str | None = None,
+        api_key: str | None = None,
+        connect_s: float = 60.0,
+        read_s: float = 600.0,
+        write_s: float = 30.0,
+        pool_s: float = 10.0,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        try:
+            self.url = base_url(url)
+        except ValueError as error:
+            raise RunError(f"--url {error}") from None
+        self._model = model
+        self._http = httpx.AsyncClient(
+            timeout=httpx.Timeout(connect=connect_s, read=read_s, write=write_s, pool=pool_s),
+            # The run itself bounds its calls.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            headers={"authorization": f"Bearer {api_key}"} if api_key else {},
+            transport=transport,
+        )
+
+    async def send(
+        self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
+    ) -> Answer:
+        """Send a row and return its answer."""
+        try:
+            response = await self._http.post(f"{self.url}{endpoint}", content=to_json(body), headers=HEADERS)
+        except httpx.HTTPError as error:
+            return unreached(self.url, error)
+        return answer_of(response)
+
+    async def refresh(self) -> None:
+        """Do nothing: the service itself knows its adapters."""
+
+    def base_of(self, model: str) -> str | None:
+        """Return the model: the service chooses the engines."""
+        return model
+
+    async def load(self, base: str | None) -> EngineLoad | None:
+        """Return the load of the model's engines; None: it isn't known."""
+        replicas = await self.replicas()
+        return engine_load(replicas) if replicas else None
+
+    async def replicas(self) -> list[JSON] | None:
+        """Return the statistics of the model's replicas; None where they can't be had now."""
+        # Another version, or another server, may have statistics of any form.
+        with suppress(httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError, StopIteration):
+            response = await self._http.get(f"{self.url}/stats", timeout=STATS_TIMEOUT_S)
+            report = _report_of(response.raise_for_status().json()["models"], self._model)
+            if not report.get("error"):
+                replicas: list[JSON] = report["replicas"]
+                return replicas
+        return None
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+
+def answer_of(response: httpx.Response) -> Answer:
+    """Return what a response says: an answer of the service, or an error in its form."""
+    retry_after_s = None
+    with suppress(ValueError):
+        retry_after_s = max(0.0, float(response.headers.get("retry-after", "")))
+    status = response.status_code
+    # A row may be sent again after a 408: it has no deadline of its own.
+    final = status >= 500 and response.headers.get("x-should-retry") == "false"
+    body = json_of(response)
+    error = body.get("error") if body is not None else None
+    if status == 200:
+        if body is None:
+            return _failed(502, f"{response.url}: the answer is no JSON object")
+        if not error:
+            return Answer(200, body)
+        # The answer had begun before the call failed.
+        code = error.get("code") if isinstance(error, dict) else None
+        if not isinstance(code, int) or not 400 <= code < 600:
+            return _failed(502, f"{response.url}: the answer is an error of another form: {error!r:.200}")
+        return Answer(code, body, final=error.get("should_retry") is False)
+    if isinstance(error, dict) and "message" in error:
+        return Answer(status, {"error": error}, retry_after_s, final)
+    text = response.text.strip()[:200]
+    message = f"{response.url}: {status} {response.reason_phrase}: {text}"
+    # Ray Serve's proxy answers 404 in its own words while the application isn't deployed yet.
+    return _failed(503 if status == 404 else status, message)._replace(retry_after_s=retry_after_s)
+
+
+def unreached(url: str, error: httpx.HTTPError) -> Answer:
+    """Return the answer of a service that wasn't reached."""
+    # Timeouts and broken connections have no message.
+    return _failed(503, f"{url}: {str(error) or type(error).__name__}")
+
+
+def json_of(response: httpx.Response) -> JSON | None:
+    """Return the JSON object that a response has; None: it has none, such as a page of a proxy."""
+    try:
+        body: Any = from_json(response.content)
+    except ValueError:
+        return None
+    return body if isinstance(body, dict) else None
+
+
+def _failed(status: int, message: str) -> Answer:
+    return Answer(status, RequestError(status, "service_unavailable", message).body())
+
+
+def _report_of(models: JSON, name: str | None) -> JSON:
+    """Return the part of `/stats` of a model, or of the model of an adapter; None: the first one."""
+    found: JSON
+    if name is None or name in models:
+        found = models[name or next(iter(models))]
+        return found
+    for found in models.values():
+        if name in (one["id"] for replica in found["replicas"] for one in replica.get("adapters", ())):
+            return found
+    raise KeyError(name)

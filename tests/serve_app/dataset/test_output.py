@@ -1,0 +1,334 @@
+"""Outputs: new, resumed, complete, and after a crash at any step."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from serve_app.api.protocol import JSON
+from serve_app.dataset.errors import DiskError, OutputError
+from serve_app.dataset.output import Output, check_output, drafted
+from serve_app.jobs.rows import Result, Tokens
+from tests.serve_app.dataset.disk import failing_sync, full
+
+OPTIONS: JSON = {"--model": "m"}
+OTHER: JSON = {"--model": "n"}
+INPUT: JSON = {"bytes": 10}
+NAMES = ["out.jsonl", "out.parquet"]
+
+SHARED = settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
+)
+
+
+def row(number: int, error: str | None = None) -> Result:
+    line = {
+        "row": number,
+        "id": f"ä{number}",
+        "result": None if error else "x\n" * (number % 3),
+        "finish_reason": None if error else "stop",
+        "prompt_tokens": None if error else 2,
+        "completion_tokens": None if error else 1,
+        "attempts": 1,
+        "error": {"type": error, "message": error} if error else None,
+    }
+    text = json.dumps(line, ensure_ascii=False).encode() + b"\n"
+    return Result(number, text, error is not None, tokens=Tokens(*(0, 0, 0) if error else (2, 0, 1)))
+
+
+def opened(path: Path, options: JSON = OPTIONS, existing: Any = "same", **more: Any) -> Output:
+    return Output(path, options, INPUT, existing, **more)
+
+
+def numbers(path: Path) -> list[int]:
+    if path.suffix == ".parquet":
+        found: list[int] = pq.read_table(path).column("row").to_pylist()
+        return found
+    return [json.loads(line)["row"] for line in path.read_bytes().splitlines()]
+
+
+class KilledError(BaseException):
+    """The end of the process; nothing in it may handle this."""
+
+
+class Life:
+    """A process that ends before its n-th step.
+
+    Attributes:
+        steps: Names of the steps that it has made.
+    """
+
+    def __init__(self, at: int | None) -> None:
+        self.steps: list[str] = []
+        self._at = at
+
+    def reach(self, step: str) -> None:
+        if self._at is not None and len(self.steps) >= self._at:
+            raise KilledError(step)
+        self.steps.append(step)
+
+
+def finish(path: Path, count: int, life: Life) -> None:
+    """Add what an output lacks, and complete it."""
+    output = opened(path, reach=life.reach)
+    try:
+        if output.finished is not None:
+            return
+        left = [number for number in reversed(range(count)) if number not in output.done(0, count)]
+        for at in range(0, len(left), 3):
+            output.record([row(number) for number in left[at : at + 3]])
+        output.complete()
+    finally:
+        output.close()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_process_may_end_before_every_step(tmp_path: Path, name: str) -> None:
+    whole = Life(None)
+    finish(tmp_path / name, 7, whole)
+    expected = (tmp_path / name).read_bytes() if name == "out.jsonl" else None
+    assert len(set(whole.steps)) >= 6
+    for at in range(len(whole.steps)):
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        life = Life(at)
+        with pytest.raises(KilledError):
+            finish(folder / name, 7, life)
+        finish(folder / name, 7, Life(None))
+        assert numbers(folder / name) == list(range(7)), f"killed before step {at}, after {life.steps[-1:]}"
+        if expected:
+            assert (folder / name).read_bytes() == expected
+        assert sorted(file.name for file in folder.iterdir()) == [name, f"{name}.run.db"]
+
+
+@SHARED
+@given(st.permutations(range(8)), st.integers(1, 4), st.data())
+def test_lines_behind_the_last_commit_are_rows_too(
+    tmp_path: Path, order: list[int], size: int, data: st.DataObject
+) -> None:
+    path = tmp_path / "out.jsonl"
+    for file in tmp_path.iterdir():
+        file.unlink()
+    output = opened(path)
+    rows = [row(number) for at in order for number in range(at * size, (at + 1) * size)]
+    committed = data.draw(st.integers(0, len(rows)), label="rows that are committed")
+    if committed:
+        output.record(rows[:committed])
+    output.close()
+    tail = b"".join(one.text for one in rows[committed:])
+    cut = data.draw(st.integers(0, len(tail)), label="bytes behind them that survive")
+    with path.open("ab") as lines:
+        lines.write(tail[:cut])
+    output = opened(path)
+    survivors = committed + tail[:cut].count(b"\n")
+    assert output.before == survivors == len(numbers(path)) == output.totals()["rows"]
+    if left := rows[survivors:]:
+        output.record(left)
+    output.complete()
+    output.close()
+    assert numbers(path) == list(range(8 * size))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_are_in_order_once_the_output_is_complete(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    output = opened(path)
+    output.record([row(2), row(3)])
+    output.close()
+    output = opened(path)
+    assert (output.before, output.finished) == (2, None)
+    assert output.done(0, 9) == {2, 3}
+    output.record([row(0), row(1, "invalid_row")])
+    totals = output.totals()
+    assert (totals["rows"], totals["failed_by_type"], totals["prompt_tokens"]) == (4, {"invalid_row": 1}, 6)
+    output.complete()
+    output.close()
+    assert numbers(path) == [0, 1, 2, 3]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [name, f"{name}.run.db"]
+    assert opened(path).finished == totals
+
+
+def test_a_complete_output_takes_more_rows_with_resume(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    for options, new in ((OPTIONS, (2, 0)), (OTHER, (3, 1))):
+        output = opened(path, options, "resume")
+        output.record([row(number) for number in new])
+        output.complete()
+        output.close()
+    assert numbers(path) == [0, 1, 2, 3]
+
+
+def test_an_output_of_another_run_is_refused_resumed_or_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    output = opened(path)
+    output.record([row(0)])
+    output.close()
+    with pytest.raises(OutputError, match=r'has 1 rows of another run:\n  --model was "m", is now "n"'):
+        opened(path, OTHER)
+    output = opened(path, OTHER, "resume")
+    assert output.before == 1
+    output.close()
+    output = opened(path, OPTIONS, "overwrite")
+    assert output.before == 0
+    output.close()
+
+
+def test_a_complete_parquet_file_takes_no_more_rows(tmp_path: Path) -> None:
+    output = opened(tmp_path / "out.parquet")
+    output.record([row(0)])
+    output.complete()
+    output.close()
+    with pytest.raises(OutputError, match="nothing can be added"):
+        opened(tmp_path / "out.parquet", OTHER, "resume")
+
+
+@pytest.mark.parametrize("existing", ["same", "resume"])
+def test_a_file_of_somebody_else_is_refused(tmp_path: Path, existing: Any) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text("mine\n")
+    with pytest.raises(OutputError, match=r"no out\.jsonl\.run\.db beside it"):
+        opened(path, existing=existing)
+    assert path.read_text() == "mine\n"
+    (tmp_path / "out.jsonl.run.db").write_text("no database, which is longer than a header" * 9)
+    with pytest.raises(OutputError, match="not the state of a run"):
+        opened(path, existing=existing)
+    opened(path, existing="overwrite").close()
+
+
+@pytest.mark.parametrize("line", [b"hello\n", row(0).text, b"{}\n"])
+def test_a_file_with_other_lines_is_refused_and_left_unchanged(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "out.jsonl"
+    output = opened(path)
+    output.record([row(0)])
+    output.close()
+    with path.open("ab") as file:
+        file.write(line + row(1).text)
+    before = path.read_bytes()
+    with pytest.raises(OutputError, match="line 2 is not what this command wrote"):
+        opened(path)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("text", [b"", row(1).text, row(0).text[:-9] + b"        \n"])
+def test_a_file_whose_committed_rows_are_gone_is_refused(tmp_path: Path, text: bytes) -> None:
+    path = tmp_path / "out.jsonl"
+    output = opened(path)
+    output.record([row(0)])
+    output.close()
+    path.write_bytes(text)
+    with pytest.raises(OutputError, match="is not what this command wrote"):
+        opened(path)
+    assert path.read_bytes() == text
+
+
+def test_zeros_that_a_crash_left_are_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    output = opened(path)
+    output.record([row(0), row(1)])
+    output.close()
+    with path.open("ab") as file:
+        file.write(bytes(100))
+    output = opened(path)
+    output.record([row(2)])
+    output.close()
+    assert numbers(path) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("existing", ["same", "overwrite"])
+def test_one_run_at_a_time(tmp_path: Path, existing: Any) -> None:
+    output = opened(tmp_path / "out.jsonl")
+    output.record([row(0)])
+    with pytest.raises(OutputError, match="another run is writing it"):
+        opened(tmp_path / "out.jsonl", existing=existing)
+    output.close()
+    assert numbers(tmp_path / "out.jsonl") == [0]
+    opened(tmp_path / "out.jsonl").close()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("s3://bucket/out.jsonl", "local file"),
+        ("out.txt", "must end in"),
+        ("no/folder/out.jsonl", "no folder"),
+    ],
+)
+def test_a_path_that_can_not_be_written_is_an_error(tmp_path: Path, name: str, message: str) -> None:
+    with pytest.raises(OutputError, match=message):
+        check_output(Path(name) if "://" in name else tmp_path / name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("complete", [True, False])
+def test_an_output_without_rows_does_not_stand_in_the_way_of_another_run(
+    tmp_path: Path, name: str, complete: bool
+) -> None:
+    output = opened(tmp_path / name)
+    if complete:
+        output.complete()
+    output.close()
+    output = opened(tmp_path / name, OTHER)
+    output.record([row(0)])
+    output.complete()
+    output.close()
+    assert numbers(tmp_path / name) == [0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_output_that_was_deleted_is_begun_anew(tmp_path: Path, name: str) -> None:
+    finish(tmp_path / name, 3, Life(None))
+    (tmp_path / name).unlink()
+    finish(tmp_path / name, 3, Life(None))
+    assert numbers(tmp_path / name) == [0, 1, 2]
+
+
+def test_rows_that_a_failed_sync_may_have_lost_are_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    output = opened(path)
+    output.record([row(0), row(1)])
+    with failing_sync(path), pytest.raises(DiskError, match="Input/output error"):
+        output.record([row(2)])
+    assert output.totals()["rows"] == 2
+    output.close()
+    assert numbers(path) == [0, 1]
+
+
+def test_rows_of_a_killed_run_are_synced_before_they_count_as_done(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    opened(path).close()
+    with path.open("ab") as file:
+        file.write(row(0).text)
+    with failing_sync(path), pytest.raises(DiskError):
+        opened(path)
+    assert numbers(path) == [0]
+
+
+@pytest.mark.parametrize("room", [0, 1, 150])
+def test_a_full_disk_takes_all_rows_of_a_group_or_none(tmp_path: Path, room: int) -> None:
+    path = tmp_path / "out.jsonl"
+    output = opened(path)
+    output.record([row(0)])
+    with full(path, room), pytest.raises(DiskError, match="No space left on device"):
+        output.record([row(1), row(2)])
+    assert numbers(path) == [0]
+    output.record([row(1), row(2)])
+    output.close()
+    assert numbers(path) == [0, 1, 2]
+
+
+def test_a_file_that_can_not_be_replaced_stays_and_leaves_no_draft(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    with drafted(path) as draft:
+        draft.write_bytes(b"one")
+    with (
+        failing_sync(tmp_path / "report.json.draft"),
+        pytest.raises(DiskError, match=r"report\.json: Input/output"),
+        drafted(path) as draft,
+    ):
+        draft.write_bytes(b"other")
+    assert [file.name for file in tmp_path.iterdir()] == ["report.json"]
+    assert path.read_bytes() == b"one"

@@ -1,0 +1,139 @@
+"""A service over HTTP: its answers, and errors in every form."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from serve_app.api.errors import RequestError
+from serve_app.api.protocol import JSON
+from serve_app.api.scheduling import Scheduling
+from serve_app.jobs.errors import RunError
+from serve_app.jobs.http import HTTPClient
+from serve_app.jobs.rows import Answer
+from serve_app.jobs.sender import message_of
+from tests.progress import STILL_S
+from tests.serve_app.dataset.fake import FakeService, failure, listening
+
+LIMIT_S = STILL_S
+BODY = {"prompts": ["a"]}
+
+
+def http_client(answer: Callable[[httpx.Request], httpx.Response], **options: Any) -> HTTPClient:
+    return HTTPClient("http://fake/", transport=httpx.MockTransport(answer), **options)
+
+
+async def send(client: HTTPClient, body: JSON = BODY) -> Answer:
+    """Send a row."""
+    return await client.send("/generate", body, Scheduling())
+
+
+async def test_a_call_has_the_key() -> None:
+    requests: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        requests.append(request)
+        return httpx.Response(200, json={"results": ["A"]})
+
+    async with http_client(answer, api_key="sk-ada") as client:
+        assert await send(client) == Answer(200, {"results": ["A"]})
+    (first,) = requests
+    assert str(first.url) == "http://fake/generate"
+    assert json.loads(first.content) == BODY
+    assert first.headers["authorization"] == "Bearer sk-ada"
+
+
+async def test_an_error_of_the_service_keeps_its_fields() -> None:
+    error = {"type": "rate_limit_error", "message": "full", "param": "prompts", "code": 429}
+    client = http_client(lambda _: httpx.Response(429, json={"error": error}, headers={"retry-after": "7"}))
+    assert await send(client) == Answer(429, {"error": error}, 7.0)
+
+
+@pytest.mark.parametrize(
+    ("response", "status", "message"),
+    [
+        (httpx.Response(403, text="no"), 403, "403 Forbidden: no"),
+        # Ray Serve's proxy, while the application isn't deployed.
+        (httpx.Response(404, text="Path '/generate' not found."), 503, "404 Not Found"),
+        (httpx.Response(200, text="no json"), 502, "no JSON object"),
+        (httpx.Response(200, json=["x"]), 502, "no JSON object"),
+        (httpx.Response(200, json={"error": "login"}), 502, "an error of another form: 'login'"),
+        (httpx.Response(200, json={"error": {"code": "x"}}), 502, "an error of another form"),
+    ],
+)
+async def test_an_answer_in_another_form_is_an_error_with_its_text(
+    response: httpx.Response, status: int, message: str
+) -> None:
+    answer = await send(http_client(lambda _: response))
+    assert answer.status == status
+    assert message in message_of(answer)
+
+
+async def test_a_broken_connection_can_be_retried() -> None:
+    def broken(request: httpx.Request) -> httpx.Response:
+        raise httpx.RemoteProtocolError("")
+
+    answer = await send(http_client(broken))
+    assert (answer.status, message_of(answer)) == (503, "http://fake: RemoteProtocolError")
+
+
+@pytest.mark.parametrize(
+    ("stats", "model", "replicas"),
+    [
+        ({"models": {"a": {"replicas": [1]}, "b": {"replicas": [2]}}}, None, [1]),
+        ({"models": {"a": {"replicas": [1]}, "b": {"replicas": [2]}}}, "b", [2]),
+        ({"models": {"a": {"replicas": [], "error": "no answer"}}}, "a", None),
+        ({"models": {"a": {"replicas": [1]}}}, "other", None),
+        ([], "a", None),
+    ],
+)
+async def test_statistics_are_those_of_the_model_or_none(
+    stats: JSON, model: str | None, replicas: list[Any] | None
+) -> None:
+    options = {} if model is None else {"model": model}
+    assert await http_client(lambda _: httpx.Response(200, json=stats), **options).replicas() == replicas
+
+
+def test_an_address_without_a_scheme_is_one_of_http() -> None:
+    assert HTTPClient("localhost:8000").url == "http://localhost:8000"
+    with pytest.raises(RunError, match="--url ftp://localhost: must begin with http"):
+        HTTPClient("ftp://localhost")
+
+
+SILENCE_S = 3.0
+
+
+@pytest.mark.parametrize("status", [200, 503])
+async def test_a_call_may_wait_longer_than_the_read_timeout(status: int) -> None:
+    service = FakeService()
+    service.keep_alive_s = SILENCE_S / 60
+    service.release.clear()
+    service.trouble = lambda body: None if status == 200 else failure(status)
+    with listening(service) as url:
+        async with HTTPClient(url, read_s=SILENCE_S) as client:
+            call = asyncio.ensure_future(send(client, BODY | {"task_id": None}))
+            async with asyncio.timeout(20 * SILENCE_S):
+                while service.spaces < 80 and not call.done():  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            assert not call.done(), "the service is not silent"
+            service.release.set()
+            answer = await call
+            assert answer.status == status
+            if status == 200:
+                assert answer.body["results"] == ["A"]
+    assert len(service.calls) == 1
+
+
+@pytest.mark.parametrize("final", [True, False])
+async def test_an_error_after_the_answer_has_begun_says_whether_another_try_helps(final: bool) -> None:
+    error = RequestError(500, "internal_error", "two engines failed", final=final)
+    answer = httpx.Response(200, content=b"   " + json.dumps(error.body()).encode())
+    found = await send(http_client(lambda _: answer))
+    assert (found.status, found.final, message_of(found)) == (500, final, "two engines failed")
+
+
+async def test_an_answer_that_breaks_off_can_be_retried() -> None:
+    assert (await send(http_client(lambda _: httpx.Response(200, content=b"   ")))).status == 502
