@@ -20,7 +20,7 @@ from serve_app.api.scheduling import Scheduling
 from serve_app.auth.key_store import KeyStore
 from serve_app.jobs.batches import BatchRunner
 from serve_app.jobs.content import Content, Contents, Disk
-from serve_app.jobs.database import Database
+from serve_app.jobs.db import Database
 from serve_app.jobs.errors import DatabaseError, FencedError, HeldError, StoreError
 from serve_app.jobs.key_rules import KeyRules
 from serve_app.jobs.limits import Limits
@@ -288,7 +288,7 @@ def _place(settings: BatchesSettings) -> Callable[[], Path | Database]:
     if url is None:
         return lambda: _folder(settings)
     # Imported only where it is used.
-    from serve_app.jobs.postgres import Postgres
+    from serve_app.jobs.db import Postgres
 
     return lambda: Postgres(url)
 

@@ -5,31 +5,72 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
-from pydantic_core import from_json, to_json
+import sqlalchemy as sa
+from sqlalchemy import Connection, RowMapping
+from sqlalchemy.dialects import postgresql, sqlite
 
 from serve_app.api.protocol import JSON
 from serve_app.jobs.content import FOLDER
-from serve_app.jobs.database import Database, Row, SQLite, Transaction
-from serve_app.jobs.errors import (
-    FencedError,
-    InUseError,
-    NotFoundError,
-    StateError,
-    StoreError,
-    TooManyError,
-)
+from serve_app.jobs.db import BATCHES, CAPACITY, FILES, FINISHED, OWNER, WITHOUT_FILE, Database, SQLite
+from serve_app.jobs.errors import FencedError, InUseError, NotFoundError, StateError, StoreError, TooManyError
 from serve_app.jobs.forecast import Hour
+from serve_app.jobs.migrations import migrate
 from serve_app.jobs.models import ENDED, STATES, TRANSITIONS, Batch, Counts, File, Page, State, Summary
-from serve_app.jobs.schema import prepare
 
 T = TypeVar("T")
 
 LATEST = 1000
 """Most batches that say what tenants ask for."""
 
-OPEN_STATES = ", ".join(f"'{state}'" for state in STATES if state not in ENDED)
+ASKED = 500
+"""Values that a query has in a list at once: databases bound the parameters of a query."""
+
+OPEN = [state for state in STATES if state not in ENDED]
+
+
+IS_OPEN = BATCHES.c.state.in_(OPEN)
+
+EPOCH = sa.select(OWNER.c.epoch)
+EPOCH_KEPT = EPOCH.with_for_update(read=True)
+"""The epoch, which no other process changes until the end of the transaction."""
+
+TAKE_OVER = (
+    sa.update(OWNER)
+    .values(
+        epoch=sa.case((OWNER.c.epoch < sa.bindparam("now"), sa.bindparam("now")), else_=OWNER.c.epoch + 1)
+    )
+    .returning(OWNER.c.epoch)
+)
+
+BATCH = sa.select(BATCHES).where(BATCHES.c.id == sa.bindparam("b_id"))
+OPEN_BATCHES = sa.select(BATCHES).where(IS_OPEN).order_by(BATCHES.c.number)
+FINISH = (
+    sa.update(BATCHES)
+    .where(
+        BATCHES.c.id == sa.bindparam("b_id"),
+        BATCHES.c.output_bytes == sa.bindparam("b_output_bytes"),
+        BATCHES.c.error_bytes == sa.bindparam("b_error_bytes"),
+    )
+    .values({name: BATCHES.c[name] + sa.bindparam(f"add_{name}") for name in Counts._fields})
+)
+FINISHED_BETWEEN = sa.select(FINISHED.c.line).where(
+    FINISHED.c.batch == sa.bindparam("b_id"),
+    FINISHED.c.line.between(sa.bindparam("first"), sa.bindparam("last")),
+)
+
+RESULTS = (
+    sa.select(
+        FILES.c.id,
+        sa.func.sum(FILES.c.bytes)
+        .over(partition_by=FILES.c.tenant, order_by=FILES.c.number.desc())
+        .label("together"),
+    )
+    .where(FILES.c.purpose != "batch")
+    .subquery()
+)
+"""Result files with the bytes of each and of all newer ones of its tenant."""
 
 
 class Store:
@@ -62,7 +103,7 @@ class Store:
                     f"{self._database.place}: it is missing or empty, and {where / FOLDER} has files; "
                     "restore it from a backup, or move the folder away to begin anew"
                 )
-            prepare(self._database)
+            migrate(self._database)
             self.epoch = self._take_over(int(clock()))
         except BaseException:
             self.close()
@@ -83,18 +124,17 @@ class Store:
         Raises:
             TooManyError: The tenant would have more.
         """
-        query = (
-            "SELECT COUNT(*) AS files, COALESCE(SUM(bytes), 0) AS used FROM files "
-            "WHERE tenant = ? AND purpose = 'batch'"
+        own = sa.select(sa.func.count().label("files"), sa.func.sum(FILES.c.bytes).label("used")).where(
+            FILES.c.tenant == file.tenant, FILES.c.purpose == "batch"
         )
         with self._transaction() as db:
-            (own,) = db.rows(query, file.tenant)
-            if max_bytes is not None and int(own["used"]) + file.bytes > max_bytes:
+            found = db.execute(own).one()
+            if max_bytes is not None and int(found.used or 0) + file.bytes > max_bytes:
                 raise TooManyError(f"the files of this tenant would have more than {max_bytes} bytes")
-            if max_files is not None and own["files"] >= max_files:
+            if max_files is not None and found.files >= max_files:
                 raise TooManyError(f"this tenant has {max_files} files, which is the limit")
-            _insert(db, "files", _columns(file))
-            db.change("DELETE FROM contents_without_file WHERE id = ?", file.id)
+            db.execute(sa.insert(FILES), _values(file))
+            db.execute(sa.delete(WITHOUT_FILE).where(WITHOUT_FILE.c.id == file.id))
 
     def note_content(self, id: str) -> None:
         """Note a content that has no file yet."""
@@ -103,19 +143,25 @@ class Store:
 
     def noted_contents(self) -> list[str]:
         """Return the ids of the contents that may be there without a file."""
-        return [row["id"] for row in self._rows("SELECT id FROM contents_without_file")]
+        return [row["id"] for row in self._database.rows(sa.select(WITHOUT_FILE))]
 
     def forget_contents(self, ids: Sequence[str]) -> None:
         """Forget noted contents, which are deleted."""
         with self._transaction() as db:
-            db.change_many("DELETE FROM contents_without_file WHERE id = ?", [(id,) for id in ids])
+            for some in _slices(ids):
+                db.execute(sa.delete(WITHOUT_FILE).where(WITHOUT_FILE.c.id.in_(some)))
+
+    def contents(self) -> set[str]:
+        """Return the ids of all contents that may be there: of files, and of the results of open batches."""
+        files = {row["id"] for row in self._database.rows(sa.select(FILES.c.id))}
+        return files | {id for batch in self.open_batches() for id in (batch.output_file, batch.error_file)}
 
     def file(self, tenant: str, id: str) -> File:
         """Return a file; raise a NotFoundError if the tenant has none of this id."""
-        rows = self._rows("SELECT * FROM files WHERE id = ? AND tenant = ?", id, tenant)
+        rows = self._database.rows(sa.select(FILES).where(FILES.c.id == id, FILES.c.tenant == tenant))
         if not rows:
             raise NotFoundError(id)
-        return _file(rows[0])
+        return _item(File, rows[0])
 
     def files(
         self,
@@ -138,11 +184,8 @@ class Store:
         Raises:
             NotFoundError: The tenant has no file `after`.
         """
-        conditions, values = ["tenant = ?"], [tenant]
-        if purpose is not None:
-            conditions.append("purpose = ?")
-            values.append(purpose)
-        return _page(self._after("files", tenant, conditions, values, after, limit, order), limit, _file)
+        conditions = [] if purpose is None else [FILES.c.purpose == purpose]
+        return self._page(FILES, File, tenant, conditions, after, limit, order)
 
     def remove_file(self, tenant: str, id: str) -> None:
         """Forget a file, and note its content, which may be deleted afterwards, not before.
@@ -151,10 +194,11 @@ class Store:
             NotFoundError: The tenant has no such file.
             InUseError: An open batch reads it.
         """
+        reading = sa.select(sa.literal(1)).where(BATCHES.c.input_file == id, IS_OPEN)
         with self._transaction() as db:
-            if not db.change("DELETE FROM files WHERE id = ? AND tenant = ?", id, tenant):
+            if not db.execute(sa.delete(FILES).where(FILES.c.id == id, FILES.c.tenant == tenant)).rowcount:
                 raise NotFoundError(id)
-            if _in_use(db, id):
+            if db.execute(reading).first():
                 raise InUseError(id)
             _note(db, [id])
 
@@ -164,12 +208,21 @@ class Store:
         Returns:
             Their ids.
         """
-        query = (
-            "DELETE FROM files WHERE expires_at <= ? AND id NOT IN "
-            f"(SELECT input_file FROM batches WHERE state IN ({OPEN_STATES})) RETURNING id"
-        )
+        read = sa.select(BATCHES.c.input_file).where(IS_OPEN)
+        remove = sa.delete(FILES).where(FILES.c.expires_at <= now, FILES.c.id.not_in(read))
         with self._transaction() as db:
-            return _note(db, [row["id"] for row in db.rows(query, now)])
+            return _note(db, db.execute(remove.returning(FILES.c.id)).scalars().all())
+
+    def remove_excess(self, most_bytes: int) -> list[str]:
+        """Forget the oldest result files of each tenant that has more bytes of them, and note their contents.
+
+        Returns:
+            Their ids.
+        """
+        over = sa.select(RESULTS.c.id).where(RESULTS.c.together > most_bytes)
+        remove = sa.delete(FILES).where(FILES.c.id.in_(over)).returning(FILES.c.id)
+        with self._transaction() as db:
+            return _note(db, db.execute(remove).scalars().all())
 
     def add_batch(self, batch: Batch, max_open: int, max_batches: int | None = None) -> list[str]:
         """Add a batch. The weight that it states holds for the tenant's open batches from now on.
@@ -187,36 +240,40 @@ class Store:
             NotFoundError: The tenant has no such input file.
             TooManyError: The tenant has `max_open` open batches already.
         """
-        count = f"SELECT COUNT(*) AS open FROM batches WHERE tenant = ? AND state IN ({OPEN_STATES})"
+        tenant = batch.tenant
+        own = sa.and_(BATCHES.c.tenant == tenant, IS_OPEN)
+        input = sa.select(FILES.c.id).where(FILES.c.id == batch.input_file, FILES.c.tenant == tenant)
         with self._transaction() as db:
-            query = "SELECT 1 AS there FROM files WHERE id = ? AND tenant = ?"
-            if not db.rows(query, batch.input_file, batch.tenant):
+            if db.execute(input).first() is None:
                 raise NotFoundError(batch.input_file)
-            if db.rows(count, batch.tenant)[0]["open"] >= max_open:
+            count = sa.select(sa.func.count()).select_from(BATCHES)
+            if db.execute(count.where(own)).scalar_one() >= max_open:
                 raise TooManyError(f"{max_open} batches of this tenant are open, which is the limit")
-            _insert(db, "batches", _columns(batch))
+            db.execute(sa.insert(BATCHES), _values(batch))
             if batch.weight is not None:
-                change = f"UPDATE batches SET weight = ? WHERE tenant = ? AND state IN ({OPEN_STATES})"
-                db.change(change, batch.weight, batch.tenant)
-            return [] if max_batches is None else _remove_oldest(db, batch.tenant, max_batches)
+                db.execute(sa.update(BATCHES).where(own).values(weight=batch.weight))
+            if max_batches is None:
+                return []
+            excess = db.execute(count.where(BATCHES.c.tenant == tenant)).scalar_one() - max_batches
+            return _remove_oldest(db, tenant, excess) if excess > 0 else []
 
     def remove_expired_batches(self, now: int, retention_s: int) -> None:
         """Forget batches that ended, and whose window did, `retention_s` ago; none before its results."""
-        ended = "COALESCE(completed_at, failed_at, expired_at, cancelled_at)"
+        ended = sa.func.coalesce(*(BATCHES.c[f"{state}_at"] for state in sorted(ENDED)))
+        over = sa.and_(
+            BATCHES.c.expires_at <= now - retention_s,
+            ended <= now - retention_s,
+            ended + BATCHES.c.retention_s <= now,
+        )
         with self._transaction() as db:
-            db.change(
-                f"DELETE FROM batches WHERE expires_at <= ? AND {ended} <= ? AND {ended} + retention_s <= ?",
-                now - retention_s,
-                now - retention_s,
-                now,
-            )
+            db.execute(sa.delete(BATCHES).where(over))
 
     def batch(self, id: str, tenant: str | None = None) -> Batch:
         """Return a batch; raise a NotFoundError if there is none of this id, or another tenant's."""
-        rows = self._rows("SELECT * FROM batches WHERE id = ?", id)
+        rows = self._database.rows(BATCH, {"b_id": id})
         if not rows or tenant not in (None, rows[0]["tenant"]):
             raise NotFoundError(id)
-        return _batch(rows[0])
+        return _item(Batch, rows[0])
 
     def batches(self, tenant: str, *, after: str | None = None, limit: int = 20) -> Page[Batch]:
         """Return batches, the latest first.
@@ -229,8 +286,7 @@ class Store:
         Raises:
             NotFoundError: The tenant has no batch `after`.
         """
-        rows = self._after("batches", tenant, ["tenant = ?"], [tenant], after, limit, "desc")
-        return _page(rows, limit, _batch)
+        return self._page(BATCHES, Batch, tenant, [], after, limit, "desc")
 
     def open_batches(self) -> list[Batch]:
         """Return the batches that haven't ended, the earliest first.
@@ -238,9 +294,8 @@ class Store:
         Raises:
             FencedError: Another process has taken them over.
         """
-        self._check_epoch(self._rows("SELECT epoch FROM owner"))
-        query = f"SELECT * FROM batches WHERE state IN ({OPEN_STATES}) ORDER BY number"
-        return [_batch(row) for row in self._rows(query)]
+        self._check_epoch(self._database.rows(EPOCH))
+        return [_item(Batch, row) for row in self._database.rows(OPEN_BATCHES)]
 
     def latest_batches(self, since: int) -> list[Batch]:
         """Return the latest batches of all tenants, those that have ended too.
@@ -248,56 +303,52 @@ class Store:
         Args:
             since: The earliest creation, in seconds since the epoch.
         """
-        query = "SELECT * FROM batches WHERE created_at >= ? ORDER BY number DESC LIMIT ?"
-        return [_batch(row) for row in self._rows(query, since, LATEST)]
+        latest = sa.select(BATCHES).where(BATCHES.c.created_at >= since)
+        query = latest.order_by(BATCHES.c.number.desc()).limit(LATEST)
+        return [_item(Batch, row) for row in self._database.rows(query)]
 
     def capacity(self) -> dict[str, list[Hour]]:
         """Return what is known of the work that the engines do, by model."""
         found: dict[str, list[Hour]] = {}
-        for row in self._rows("SELECT * FROM capacity"):
-            values = {field.name: row[field.name] for field in fields(Hour)}
-            found.setdefault(row["model"], []).append(Hour(**values))
+        for row in self._database.rows(sa.select(CAPACITY)):
+            found.setdefault(row["model"], []).append(_item(Hour, row))
         return found
 
     def keep_capacity(self, model: str, hours: Sequence[Hour]) -> None:
         """Store what is known of a model, in place of what is stored of these hours."""
-        values = [(model, one.hour, one.work, one.seconds, one.at, one.error) for one in hours]
+        values = [
+            {"model": model} | {field.name: getattr(one, field.name) for field in fields(Hour)}
+            for one in hours
+        ]
         with self._transaction() as db:
-            db.change_many(
-                "INSERT INTO capacity (model, hour, work, seconds, at, error) VALUES (?, ?, ?, ?, ?, ?) "
-                "ON CONFLICT (model, hour) DO UPDATE SET work = excluded.work, seconds = excluded.seconds, "
-                "at = excluded.at, error = excluded.error",
-                values,
-            )
+            add: Any = (postgresql if db.dialect.name == "postgresql" else sqlite).insert(CAPACITY)
+            changed = {name: add.excluded[name] for name in ("work", "seconds", "at", "error")}
+            if values:
+                db.execute(add.on_conflict_do_update(index_elements=["model", "hour"], set_=changed), values)
 
     def summary(self) -> Summary:
         """Return what is open, and what is stored, of all tenants."""
-        states = self._rows(
-            "SELECT state, COUNT(*) AS batches, SUM(total - completed - failed) AS unfinished, "
-            f"MIN(created_at) AS oldest FROM batches WHERE state IN ({OPEN_STATES}) GROUP BY state"
+        unfinished = sa.func.sum(BATCHES.c.total - BATCHES.c.completed - BATCHES.c.failed)
+        states = self._database.rows(
+            sa.select(
+                BATCHES.c.state,
+                sa.func.count().label("batches"),
+                unfinished.label("unfinished"),
+                sa.func.min(BATCHES.c.created_at).label("oldest"),
+            )
+            .where(IS_OPEN)
+            .group_by(BATCHES.c.state)
         )
-        (files,) = self._rows("SELECT COUNT(*) AS files, COALESCE(SUM(bytes), 0) AS bytes FROM files")
+        (files,) = self._database.rows(
+            sa.select(sa.func.count().label("files"), sa.func.sum(FILES.c.bytes).label("bytes"))
+        )
         return Summary(
             {row["state"]: row["batches"] for row in states},
             sum(int(row["unfinished"]) for row in states),
             min((row["oldest"] for row in states), default=None),
             files["files"],
-            int(files["bytes"]),
+            int(files["bytes"] or 0),
         )
-
-    def remove_excess(self, most_bytes: int) -> list[str]:
-        """Forget the oldest result files of each tenant that has more bytes of them, and note their contents.
-
-        Returns:
-            Their ids.
-        """
-        query = (
-            "DELETE FROM files WHERE id IN (SELECT id FROM ("
-            "SELECT id, SUM(bytes) OVER (PARTITION BY tenant ORDER BY number DESC) AS together "
-            "FROM files WHERE purpose <> 'batch') AS sums WHERE together > ?) RETURNING id"
-        )
-        with self._transaction() as db:
-            return _note(db, [row["id"] for row in db.rows(query, most_bytes)])
 
     def move(
         self,
@@ -324,15 +375,13 @@ class Store:
         Raises:
             StateError: `TRANSITIONS` has no way there from the present state.
         """
+        changes: dict[str, Any] = {}
+        if total is not None:
+            changes |= {"total": total, "model": model, "work": work}
+        if errors:
+            changes["errors"] = list(errors)
         with self._transaction() as db:
-            _check(db, id, to)
-            changes: dict[str, object] = {"state": to, f"{to}_at": now}
-            if total is not None:
-                changes |= {"total": total, "model": model, "work": work}
-            if errors:
-                changes["errors"] = to_json(list(errors)).decode()
-            marks = ", ".join(f"{name} = ?" for name in changes)
-            db.change(f"UPDATE batches SET {marks} WHERE id = ?", *changes.values(), id)
+            _change_state(db, id, to, now, changes)
         return self.batch(id)
 
     def end(self, id: str, to: State, now: int, errors: Sequence[JSON] = ()) -> None:
@@ -348,7 +397,7 @@ class Store:
             StateError: `TRANSITIONS` has no way there from the present state.
         """
         with self._transaction() as db:
-            batch = _check(db, id, to)
+            batch = _change_state(db, id, to, now, {"errors": list(errors)})
             for file_id, kind, size in (
                 (batch.output_file, "output", batch.output_bytes),
                 (batch.error_file, "error", batch.error_bytes),
@@ -363,15 +412,8 @@ class Store:
                         created_at=now,
                         expires_at=now + batch.retention_s,
                     )
-                    _insert(db, "files", _columns(file))
-            db.change(
-                f"UPDATE batches SET state = ?, {to}_at = ?, errors = ? WHERE id = ?",
-                to,
-                now,
-                to_json(list(errors)).decode(),
-                id,
-            )
-            db.change("DELETE FROM finished WHERE batch = ?", id)
+                    db.execute(sa.insert(FILES), _values(file))
+            db.execute(sa.delete(FINISHED).where(FINISHED.c.batch == id))
 
     def batch_to_write(self, id: str) -> Batch:
         """Return a batch whose results are about to be appended.
@@ -382,11 +424,11 @@ class Store:
             NotFoundError: There is none of this id.
         """
         with self._database.transaction() as db:
-            self._check_epoch(db.rows("SELECT epoch FROM owner"))
-            rows = db.rows("SELECT * FROM batches WHERE id = ?", id)
-        if not rows:
+            self._check_epoch(db.execute(EPOCH).mappings().all())
+            row = db.execute(BATCH, {"b_id": id}).mappings().first()
+        if row is None:
             raise NotFoundError(id)
-        return _batch(rows[0])
+        return _item(Batch, row)
 
     def finish(self, batch: Batch, lines: Sequence[int], counts: Counts) -> Batch:
         """Commit rows whose results are in the output or error file; return the batch as it is then.
@@ -399,29 +441,31 @@ class Store:
         Raises:
             AssertionError: The batch has changed since; nothing is committed.
         """
+        values = {
+            "b_id": batch.id,
+            "b_output_bytes": batch.output_bytes,
+            "b_error_bytes": batch.error_bytes,
+            **{f"add_{name}": value for name, value in counts._asdict().items()},
+        }
         with self._transaction() as db:
-            db.change_many("INSERT INTO finished VALUES (?, ?)", [(batch.id, line) for line in lines])
-            changed = db.change(
-                f"UPDATE batches SET {', '.join(f'{name} = {name} + ?' for name in Counts._fields)} "
-                "WHERE id = ? AND output_bytes = ? AND error_bytes = ?",
-                *counts,
-                batch.id,
-                batch.output_bytes,
-                batch.error_bytes,
-            )
-            if changed != 1:
+            if lines:
+                db.execute(sa.insert(FINISHED), [{"batch": batch.id, "line": line} for line in lines])
+            if db.execute(FINISH, values).rowcount != 1:
                 raise AssertionError(f"{batch.id}: two writers")
         return self.batch(batch.id)
 
     def finished(self, id: str, first: int, last: int) -> set[int]:
         """Return which of the input lines from `first` to `last` are finished."""
-        query = "SELECT line FROM finished WHERE batch = ? AND line BETWEEN ? AND ?"
-        return {row["line"] for row in self._rows(query, id, first, last)}
+        rows = self._database.rows(FINISHED_BETWEEN, {"b_id": id, "first": first, "last": last})
+        return {row["line"] for row in rows}
 
     def finished_of(self, id: str, lines: Sequence[int]) -> set[int]:
         """Return which of some input lines are finished."""
-        query = f"SELECT line FROM finished WHERE batch = ? AND line IN ({', '.join('?' * len(lines))})"
-        return {row["line"] for row in self._rows(query, id, *lines)}
+        found: set[int] = set()
+        for some in _slices(lines):
+            query = sa.select(FINISHED.c.line).where(FINISHED.c.batch == id, FINISHED.c.line.in_(some))
+            found |= {row["line"] for row in self._database.rows(query)}
+        return found
 
     def _take_over(self, now: int) -> int:
         """Become the owner, and return the epoch.
@@ -429,19 +473,17 @@ class Store:
         Epochs begin at the time: a database that was restored from a backup repeats none of the epochs that
         it has forgotten, of which there may be contents.
         """
-        take = "UPDATE owner SET epoch = CASE WHEN epoch < ? THEN ? ELSE epoch + 1 END RETURNING epoch"
         with self._database.transaction() as db:
-            (row,) = db.rows(take, now, now)
-        return int(row["epoch"])
+            return int(db.execute(TAKE_OVER, {"now": now}).scalar_one())
 
     @contextmanager
-    def _transaction(self) -> Iterator[Transaction]:
+    def _transaction(self) -> Iterator[Connection]:
         """Return a context of a change: another store that opens the database waits for its end."""
         with self._database.transaction() as db:
-            self._check_epoch(db.rows(f"SELECT epoch FROM owner{self._database.share}"))
+            self._check_epoch(db.execute(EPOCH_KEPT).mappings().all())
             yield db
 
-    def _check_epoch(self, owner: list[Row]) -> None:
+    def _check_epoch(self, owner: Sequence[RowMapping]) -> None:
         (row,) = owner
         if row["epoch"] != self.epoch:
             raise FencedError(
@@ -449,94 +491,76 @@ class Store:
                 f"{row['epoch']}, the one of this process {self.epoch}); this process writes nothing more"
             )
 
-    def _rows(self, query: str, *values: object) -> list[Row]:
-        return self._database.rows(query, *values)
-
-    def _after(
+    def _page(
         self,
-        table: str,
+        table: sa.Table,
+        kind: type[T],
         tenant: str,
-        conditions: list[str],
-        values: Sequence[object],
+        conditions: list[sa.ColumnElement[bool]],
         after: str | None,
         limit: int,
         order: Literal["asc", "desc"],
-    ) -> list[Row]:
-        """Return one row more than `limit`, if there are so many behind `after`."""
-        values = list(values)
+    ) -> Page[T]:
+        number = table.c.number
         if after is not None:
-            found = self._rows(f"SELECT number FROM {table} WHERE id = ? AND tenant = ?", after, tenant)
+            place = sa.select(number).where(table.c.id == after, table.c.tenant == tenant)
+            found = self._database.rows(place)
             if not found:
                 raise NotFoundError(after)
-            conditions = [*conditions, "number > ?" if order == "asc" else "number < ?"]
-            values.append(found[0]["number"])
-        query = f"SELECT * FROM {table} WHERE {' AND '.join(conditions)} ORDER BY number {order} LIMIT ?"
-        return self._rows(query, *values, limit + 1)
+            at = found[0]["number"]
+            conditions = [*conditions, number > at if order == "asc" else number < at]
+        query = sa.select(table).where(table.c.tenant == tenant, *conditions)
+        # One row more says whether others follow.
+        query = query.order_by(number.asc() if order == "asc" else number.desc()).limit(limit + 1)
+        rows = self._database.rows(query)
+        return Page([_item(kind, row) for row in rows[:limit]], len(rows) > limit)
 
 
-def _check(db: Transaction, id: str, to: State) -> Batch:
-    rows = db.rows("SELECT * FROM batches WHERE id = ?", id)
-    if not rows:
+def _change_state(db: Connection, id: str, to: State, now: int, changes: dict[str, Any]) -> Batch:
+    """Bring a batch into another state; return it as it was."""
+    row = db.execute(BATCH, {"b_id": id}).mappings().first()
+    if row is None:
         raise NotFoundError(id)
-    batch = _batch(rows[0])
+    batch = _item(Batch, row)
     if to not in TRANSITIONS[batch.state]:
         raise StateError(f"a batch that is {batch.state} can't become {to}")
+    values = {"state": to, f"{to}_at": now, **changes}
+    db.execute(sa.update(BATCHES).where(BATCHES.c.id == id).values(values))
     return batch
 
 
-def _in_use(db: Transaction, file: str) -> bool:
-    query = f"SELECT 1 AS there FROM batches WHERE input_file = ? AND state IN ({OPEN_STATES})"
-    return bool(db.rows(query, file))
-
-
-def _remove_oldest(db: Transaction, tenant: str, most: int) -> list[str]:
-    """Forget the oldest ended batches of a tenant that has more than `most`; return their files."""
-    own = db.rows("SELECT COUNT(*) AS batches FROM batches WHERE tenant = ?", tenant)[0]["batches"]
-    if own <= most:
-        return []
-    ended = f"tenant = ? AND state NOT IN ({OPEN_STATES})"
-    query = (
-        f"DELETE FROM batches WHERE number IN (SELECT number FROM batches WHERE {ended} "
-        "ORDER BY number LIMIT ?) RETURNING output_file, error_file"
+def _remove_oldest(db: Connection, tenant: str, number: int) -> list[str]:
+    """Forget some of the oldest ended batches of a tenant; return their files."""
+    oldest = sa.select(BATCHES.c.number).where(BATCHES.c.tenant == tenant, sa.not_(IS_OPEN))
+    remove = sa.delete(BATCHES).where(
+        BATCHES.c.number.in_(oldest.order_by(BATCHES.c.number).limit(number).scalar_subquery())
     )
-    forgotten = db.rows(query, tenant, own - most)
-    remove = "DELETE FROM files WHERE id IN (?, ?) RETURNING id"
-    files = [db.rows(remove, batch["output_file"], batch["error_file"]) for batch in forgotten]
-    return _note(db, [file["id"] for found in files for file in found])
+    forgotten = db.execute(remove.returning(BATCHES.c.output_file, BATCHES.c.error_file)).all()
+    found: list[str] = []
+    for some in _slices([id for ids in forgotten for id in ids]):
+        found += db.execute(sa.delete(FILES).where(FILES.c.id.in_(some)).returning(FILES.c.id)).scalars()
+    return _note(db, found)
 
 
-def _note(db: Transaction, ids: list[str]) -> list[str]:
+def _note(db: Connection, ids: Sequence[str]) -> list[str]:
     """Note contents that have no file, and return their ids."""
-    query = "INSERT INTO contents_without_file VALUES (?) ON CONFLICT DO NOTHING"
-    db.change_many(query, [(id,) for id in ids])
-    return ids
+    if ids:
+        add: Any = (postgresql if db.dialect.name == "postgresql" else sqlite).insert(WITHOUT_FILE)
+        db.execute(add.on_conflict_do_nothing(), [{"id": id} for id in ids])
+    return list(ids)
 
 
-def _insert(db: Transaction, table: str, columns: dict[str, object]) -> None:
-    marks = ", ".join("?" * len(columns))
-    db.change(f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({marks})", *columns.values())
+def _values(item: File | Batch | Hour) -> dict[str, Any]:
+    return {field.name: getattr(item, field.name) for field in fields(item)}
 
 
-def _page(rows: list[Row], limit: int, read: Callable[[Row], T]) -> Page[T]:
-    return Page([read(row) for row in rows[:limit]], len(rows) > limit)
+def _item(kind: type[T], row: RowMapping) -> T:
+    """Return a row as an object of its dataclass."""
+    values = {field.name: row[field.name] for field in fields(kind)}  # type: ignore[arg-type]
+    if "errors" in values:
+        values["errors"] = tuple(values["errors"])
+    return kind(**values)
 
 
-def _columns(item: File | Batch) -> dict[str, object]:
-    values = {field.name: getattr(item, field.name) for field in fields(item)}
-    return {
-        name: to_json(value).decode() if isinstance(value, dict | tuple) else value
-        for name, value in values.items()
-    }
-
-
-def _file(row: Row) -> File:
-    return File(**{field.name: row[field.name] for field in fields(File)})
-
-
-def _batch(row: Row) -> Batch:
-    values = {field.name: row[field.name] for field in fields(Batch)}
-    values["metadata"] = from_json(values["metadata"])
-    values["errors"] = tuple(from_json(values["errors"]))
-    values["rights"] = from_json(values["rights"])
-    values["promised"] = bool(values["promised"])
-    return Batch(**values)
+def _slices(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    return (items[start : start + ASKED] for start in range(0, len(items), ASKED))

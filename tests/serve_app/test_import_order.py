@@ -11,14 +11,14 @@ ROOT = Path(__file__).parents[2]
 ORDER = [
     {"app", "cli"},
     {"dataset", "models", "tuning"},
-    {"client", "jobs"},
+    {"jobs"},
     {"ingress"},
     {"engine"},
     {"ledger", "quotas", "turns"},
     {"auth", "telemetry"},
     {"relay", "settings"},
     {"simulation"},
-    {"api", "system", "batcher", "demo"},
+    {"api", "batcher", "client", "demo", "system"},
 ]
 """The folders of `serve_app` from top to bottom, with `app.py`, `client.py` and the package `batcher`.
 

@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from serve_app.jobs import failpoints
-from serve_app.jobs.database import Database, SQLite
+from serve_app.jobs.db import Database, SQLite
 from tests.progress import STILL_S
 from tests.serve_app.jobs.server import Server, start
 from tests.serve_app.jobs.site import Site
@@ -43,7 +43,7 @@ def postgres_place(postgres: Server) -> Place:
     url = postgres.database()
 
     def connect() -> Database:
-        from serve_app.jobs.postgres import Postgres
+        from serve_app.jobs.db import Postgres
 
         return Postgres(url)
 

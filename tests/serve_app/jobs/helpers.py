@@ -11,7 +11,7 @@ from pydantic_core import to_json
 from serve_app.api.protocol import JSON
 from serve_app.jobs import failpoints
 from serve_app.jobs.content import Content, Contents, Disk
-from serve_app.jobs.database import SQLite
+from serve_app.jobs.db import SQLite
 from serve_app.jobs.limits import Limits
 from serve_app.jobs.models import Batch, File
 from serve_app.jobs.storage import add_file
@@ -113,12 +113,6 @@ def ids_on_disk(content: Content[Path]) -> set[str]:
 def ids_of_parts(content: Content[Path]) -> set[str]:
     """Return the ids of the contents on the disk that have parts."""
     return {path.name for path in (content.path("any").parent.parent / "parts").iterdir()}
-
-
-def content_ids(store: Store) -> set[str]:
-    """Return the ids of all contents that may be there: of files, and of the results of open batches."""
-    files = {row["id"] for row in store._rows("SELECT id FROM files")}
-    return files | {id for batch in store.open_batches() for id in (batch.output_file, batch.error_file)}
 
 
 def lose_lock(database: Any) -> None:

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from serve_app.jobs import failpoints
-from serve_app.jobs.database import SQLite
+from serve_app.jobs.db import SQLite
 from serve_app.jobs.errors import DatabaseError
 from serve_app.jobs.intake import FORM_BYTES
 from tests.progress import STILL_S

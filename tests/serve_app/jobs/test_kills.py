@@ -18,7 +18,7 @@ from pydantic_core import from_json
 from serve_app.api.protocol import JSON
 from serve_app.jobs.batches import BatchRunner
 from serve_app.jobs.content import Content
-from serve_app.jobs.database import Database
+from serve_app.jobs.db import Database
 from serve_app.jobs.errors import DatabaseError, HeldError, StateError
 from serve_app.jobs.key_rules import KeyRules
 from serve_app.jobs.models import ENDED, Batch
@@ -32,7 +32,6 @@ from tests.serve_app.jobs.helpers import (
     DAY_S,
     NOW,
     batch_of,
-    content_ids,
     ids_on_disk,
     on_disk,
     put,
@@ -238,7 +237,7 @@ class Schedule:
             for name, text in self.plan.texts.items():
                 self._check_batch(store, content, store.batch(name), text)
             delete_noted(store, content)
-            assert ids_on_disk(content) == content_ids(store)
+            assert ids_on_disk(content) == store.contents()
         finally:
             store.close()
         repeated = sum(count - 1 for count in self.engine.final.values())
@@ -309,7 +308,7 @@ async def run_schedules(
 
 def connect(url: str) -> Database:
     """Open a PostgreSQL database as soon as the server has noticed that the process before is gone."""
-    from serve_app.jobs.postgres import Postgres
+    from serve_app.jobs.db import Postgres
 
     while True:
         with suppress(HeldError):

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ def own() -> Iterator[Server]:
 
 
 def test_a_server_that_was_gone_is_used_again(own: Server) -> None:
-    from serve_app.jobs.postgres import Postgres
+    from serve_app.jobs.db import Postgres
 
     store = Store(Postgres(own.database()))
     store.add_file(file_of("in"))
@@ -49,13 +50,14 @@ def test_a_server_that_was_gone_is_used_again(own: Server) -> None:
 
 
 def test_a_query_to_a_machine_that_vanished_fails_as_soon_as_an_idle_connection(postgres: Server) -> None:
-    from serve_app.jobs.postgres import Postgres
+    from serve_app.jobs.db import Postgres
 
     database = Postgres(postgres.database())
     assert database.version() == 0
-    for connection in (database._db, database._reader):
+    for connection in (database._writer, database._reader):
         assert connection is not None
-        found = connection.info.get_parameters()
+        dbapi: Any = connection.connection.dbapi_connection
+        found = dbapi.info.get_parameters()
         idle, interval, count = (int(found[f"keepalives_{name}"]) for name in ("idle", "interval", "count"))
         assert int(found["tcp_user_timeout"]) == 1000 * (idle + interval * count)
     database.close()

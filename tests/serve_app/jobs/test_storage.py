@@ -5,10 +5,12 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
+import sqlalchemy as sa
 from pydantic_core import from_json
 
 from serve_app.jobs import failpoints
 from serve_app.jobs.content import Content, Contents
+from serve_app.jobs.db import FILES
 from serve_app.jobs.errors import ContentLostError, DatabaseError, TooManyError
 from serve_app.jobs.limits import Limits
 from serve_app.jobs.models import Counts
@@ -180,7 +182,7 @@ def test_a_content_that_can_not_be_deleted_keeps_no_other(
     store.add_batch(batch_of("old", "in-0"), 1)
     store.end("old", "failed", NOW)
     with store._transaction() as db:
-        db.change("UPDATE files SET expires_at = ?", NOW)
+        db.execute(sa.update(FILES).values(expires_at=NOW))
     monkeypatch.setattr(failpoints, "hook", fail)
     with pytest.raises(OSError, match="the storage fails"):
         remove_expired(store, content, NOW + 100 * DAY_S, Limits())

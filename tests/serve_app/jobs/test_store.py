@@ -15,7 +15,7 @@ from serve_app.jobs.errors import (
 from serve_app.jobs.models import Counts
 from serve_app.jobs.store import Store
 from tests.serve_app.jobs.conftest import Place
-from tests.serve_app.jobs.helpers import DAY_S, NOW, batch_of, content_ids, file_of
+from tests.serve_app.jobs.helpers import DAY_S, NOW, batch_of, file_of
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_the_oldest_ended_batches_of_a_tenant_make_space_for_new_ones(store: Sto
     assert [set(ids) for ids in found] == [{"file-a-out", "file-a-err"}, {"file-b-err"}, set()]
     assert {batch.id for batch in store.batches("anna").items} == {"open", "c", "d", "e"}
     assert [batch.id for batch in store.batches("ben").items] == ["ben"]
-    assert {"file-a-out", "file-b-err"}.isdisjoint(content_ids(store))
+    assert {"file-a-out", "file-b-err"}.isdisjoint(store.contents())
 
 
 def test_a_batch_takes_the_ways_of_the_table_only(store: Store) -> None:
@@ -184,11 +184,11 @@ def test_the_results_of_a_batch_that_ended_are_files(store: Store) -> None:
     before = store.move("b", "in_progress", NOW, total=1)
     store.finish(before, [1], Counts(1, 0, 0, 10, 0))
     store.move("b", "finalizing", NOW)
-    assert {"file-b-out", "file-b-err"} <= content_ids(store)
+    assert {"file-b-out", "file-b-err"} <= store.contents()
     store.end("b", "completed", NOW + 5)
     file = store.file("anna", "file-b-out")
     assert (file.bytes, file.purpose, file.expires_at) == (10, "batch_output", NOW + 5 + DAY_S)
-    assert content_ids(store) == {"in", "file-b-out"}
+    assert store.contents() == {"in", "file-b-out"}
     assert store.finished("b", 1, 1) == set()
 
 

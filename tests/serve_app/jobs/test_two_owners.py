@@ -17,7 +17,7 @@ import pytest
 
 from serve_app.jobs import failpoints
 from serve_app.jobs.content import Content
-from serve_app.jobs.database import Database, SQLite
+from serve_app.jobs.db import Database, SQLite
 from serve_app.jobs.errors import DatabaseError, FencedError, HeldError
 from serve_app.jobs.store import Store
 from tests.progress import STILL_S
