@@ -26,8 +26,6 @@ ROUTES = {
     "/v1/files/{id}/content": {"GET": "The content of a file."},
     "/v1/batches": {"GET": "The batches.", "POST": "Start a batch over the rows of a file."},
     "/v1/batches/{id}": {"GET": "A batch."},
-    "/v1/batches/{id}/output": {"GET": "The results so far, while the batch runs too."},
-    "/v1/batches/{id}/errors": {"GET": "The errors so far."},
     "/v1/batches/{id}/cancel": {"POST": "Cancel a batch."},
 }
 """Routes of the deployment, with a sentence about each method."""

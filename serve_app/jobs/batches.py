@@ -16,7 +16,7 @@ from serve_app.jobs.errors import ContentLostError, DatabaseError, NotFoundError
 from serve_app.jobs.forecast import LATEST_S, Demand, Outlook, Profile, Queue, Verdict, in_order
 from serve_app.jobs.intake import batch_error, sketch, validate
 from serve_app.jobs.key_rules import KeyRules
-from serve_app.jobs.models import Batch, State
+from serve_app.jobs.models import MAX_WINDOW_S, Batch, State
 from serve_app.jobs.pacing import Clock, Meter
 from serve_app.jobs.plan import TOGETHER, Unsent, plan_id, unsent
 from serve_app.jobs.rows import Answer, Client, Result, Row, answered, together, work_of
@@ -274,7 +274,7 @@ class BatchRunner:
                     self.verdicts[outlook.verdict] += 1
                     if outlook.verdict in ("late", "unsure") and batch.id not in self._shortest and searches:
                         searches -= 1
-                        self._shortest[batch.id] = queue.shortest(batch, self._rules.common.max_window_s)
+                        self._shortest[batch.id] = queue.shortest(batch, MAX_WINDOW_S)
                     if outlook.message:
                         warnings[batch.id] = self._warning(batch, outlook)
         self.warnings = warnings
@@ -312,7 +312,7 @@ class BatchRunner:
         batches = [one for one in self._store.open_batches() if self._profile_of(one) == model]
         latest = self._store.latest_batches(int(self._clock() - LATEST_S))
         queue = self._queue(model, [*batches, batch], latest)
-        outlook = queue.outlook_of_new(batch, self._rules.common.max_window_s)
+        outlook = queue.outlook_of_new(batch, MAX_WINDOW_S)
         return replace(batch, promised=outlook.verdict == "holds"), outlook
 
     def _queue(self, model: str, batches: list[Batch], latest: list[Batch]) -> Queue:
@@ -410,7 +410,7 @@ class BatchRunner:
         await self._client.refresh()
         rights = batch.rights or self._rules.rights(batch.api_key)
         models = self._rules.models(rights)
-        limits = replace(self._rules.common, max_lines=rights["max_lines"])
+        limits = self._rules.common.model_copy(update={"max_lines": rights["max_lines"]})
         found = await asyncio.to_thread(validate, path, batch.endpoint, models, limits)
         if found.plan is None:
             # An earlier validation, by other limits or models, may have left one.

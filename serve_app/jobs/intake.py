@@ -18,9 +18,9 @@ from starlette.requests import ClientDisconnect, Request
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
 from serve_app.jobs.content import Contents, Draft, Input
-from serve_app.jobs.limits import Limits
 from serve_app.jobs.plan import SLICE_BYTES, SLICE_LINES, Line, Plan, Planner, read_lines
 from serve_app.jobs.rows import bound_of
+from serve_app.settings.batches import BatchesSettings
 
 ENCODED_NAME = re.compile(rb";\s*filename\*\s*=\s*utf-8'[^']*'([^;\s]+)", re.IGNORECASE)
 
@@ -267,6 +267,9 @@ ENDPOINTS = (
 MODEL_OPTIONAL = "/generate"
 """The endpoint at which a body may leave the model out, if one model is served."""
 
+MAX_ERRORS = 100
+"""Most errors of a validation."""
+
 MAX_ID = 512
 """Most characters of a `custom_id`."""
 
@@ -309,7 +312,7 @@ def batch_error(code: str, message: str, *, line: int | None = None, param: str 
     return {"code": code, "line": line, "message": message, "param": param}
 
 
-def validate(path: Input, endpoint: str, models: Collection[str], limits: Limits) -> Findings:
+def validate(path: Input, endpoint: str, models: Collection[str], limits: BatchesSettings) -> Findings:
     """Check all lines of an input file, and plan its rows.
 
     Of each `custom_id`, no more than a hash is kept in memory.
@@ -318,7 +321,7 @@ def validate(path: Input, endpoint: str, models: Collection[str], limits: Limits
         path: The file.
         endpoint: The route that its rows call.
         models: The served models.
-        limits: Limits on lines and bytes.
+        limits: BatchesSettings on lines and bytes.
 
     Raises:
         ContentLostError: The file is gone.
@@ -362,7 +365,7 @@ def sketch(path: Input, endpoint: str, size: int) -> Sketch:
 class _Check:
     """The lines so far."""
 
-    def __init__(self, endpoint: str, models: Collection[str], limits: Limits) -> None:
+    def __init__(self, endpoint: str, models: Collection[str], limits: BatchesSettings) -> None:
         self.total = 0
         self.errors: list[JSON] = []
         self.models: set[str] = set()
@@ -376,7 +379,7 @@ class _Check:
     @property
     def full(self) -> bool:
         """True when no more lines need to be looked at."""
-        return len(self.errors) >= self._limits.max_errors or self.total > self._limits.max_lines
+        return len(self.errors) >= MAX_ERRORS or self.total > self._limits.max_lines
 
     def line(self, line: Line) -> None:
         """Look at a line, unless enough is known."""
@@ -465,5 +468,5 @@ class _Check:
         return True
 
     def _add(self, line: Line, code: str, message: str, param: str | None = None) -> None:
-        if len(self.errors) < self._limits.max_errors:
+        if len(self.errors) < MAX_ERRORS:
             self.errors.append(batch_error(code, message, line=line.number, param=param))

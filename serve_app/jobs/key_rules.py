@@ -1,13 +1,12 @@
 """The rights of an API key's batches, and the end of batches whose key has ended."""
 
 from collections.abc import Collection
-from dataclasses import replace
 
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
 from serve_app.auth.key_store import KeyStore
 from serve_app.auth.keys import Key
-from serve_app.jobs.limits import Limits
+from serve_app.settings.batches import BatchesSettings
 
 UNKNOWN_S = 2.0
 """Seconds after which a client tries again with a key that this process hasn't read yet."""
@@ -28,9 +27,9 @@ class KeyRules:
     """
 
     def __init__(
-        self, models: Collection[str], limits: Limits | None = None, keys: KeyStore | None = None
+        self, models: Collection[str], limits: BatchesSettings, keys: KeyStore | None = None
     ) -> None:
-        self.common = limits or Limits()
+        self.common = limits
         self._served = models
         self._keys = keys
 
@@ -51,7 +50,7 @@ class KeyRules:
         allowed = rights["models"]
         return self._served if allowed is None else set(self._served) & set(allowed)
 
-    def limits(self, key: str) -> Limits:
+    def limits(self, key: str) -> BatchesSettings:
         """Return the limits on the files and batches that a key creates.
 
         Args:
@@ -63,7 +62,7 @@ class KeyRules:
         found = self._find(key)
         if found is None or found.batches is None:
             return self.common
-        return replace(self.common, **found.batches.model_dump(exclude_none=True))
+        return self.common.model_copy(update=found.batches.model_dump(exclude_none=True))
 
     def ended(self, key: str) -> str | None:
         """Return what ends the batches of a key: "removed", "disabled" or "expired"; None: they go on.

@@ -31,6 +31,9 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 
 STATES: tuple[State, ...] = get_args(State)
 
+MIN_WINDOW_S, MAX_WINDOW_S = 3600, 7 * 86_400
+"""Bounds of a completion window, in seconds."""
+
 ENDED = frozenset(state for state in STATES if not TRANSITIONS[state])
 """States in which nothing happens any more."""
 

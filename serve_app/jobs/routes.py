@@ -4,28 +4,27 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, ParamSpec, TypeVar
 from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from serve_app.api.errors import RequestError, error_response, path_of
+from serve_app.api.errors import EXCEPTION_HANDLERS, RequestError, error_response, path_of
 from serve_app.api.protocol import JSON, parse_body
 from serve_app.api.scheduling import Scheduling, SchedulingFields, scheduling_of
 from serve_app.ingress.body import small_body
 from serve_app.jobs.content import Contents
 from serve_app.jobs.errors import (
-    ContentLostError,
     DatabaseError,
     FencedError,
     InUseError,
@@ -35,203 +34,160 @@ from serve_app.jobs.errors import (
 )
 from serve_app.jobs.forecast import REFUSED, Outlook
 from serve_app.jobs.intake import ENDPOINTS, PendingUploads, Upload, receive
-from serve_app.jobs.limits import DAY_S, MAX_EXPIRY_S, MIN_EXPIRY_S, Limits
-from serve_app.jobs.models import ENDED, Batch, File, batch_object, file_object, list_object
+from serve_app.jobs.models import (
+    MAX_WINDOW_S,
+    MIN_WINDOW_S,
+    Batch,
+    File,
+    batch_object,
+    file_object,
+    list_object,
+)
 from serve_app.jobs.pacing import Clock
 from serve_app.jobs.storage import add_file, delete_contents, whole
 from serve_app.jobs.store import Store
-
-LOOK_S = 0.5
-"""Seconds between two looks for more."""
-
-Look = Callable[[], Awaitable[Batch]]
-
-
-def written(batch: Batch, errors: bool) -> tuple[str, int]:
-    """Return the id of the output or the error file of a batch, and its committed bytes."""
-    return (batch.error_file, batch.error_bytes) if errors else (batch.output_file, batch.output_bytes)
-
-
-async def result_stream(
-    content: Contents, batch: Batch, look: Look, errors: bool, start: int = 0, look_s: float = LOOK_S
-) -> AsyncIterator[bytes]:
-    """Yield the output or the error file of a batch up to its end, as far as it is committed.
-
-    Args:
-        content: The contents.
-        batch: The batch.
-        look: Returns the batch as it is now.
-        errors: The error file instead of the output.
-        start: Bytes to leave out, which the reader has already.
-        look_s: Seconds between two looks for more.
-
-    Raises:
-        ContentLostError: The file is gone.
-    """
-    lost = False
-    while True:
-        id, size = written(batch, errors)
-        try:
-            pieces: Iterator[bytes] = content.pieces(id, size, start) if start < size else iter(())
-            while (piece := await asyncio.to_thread(next, pieces, b"")) != b"":
-                start += len(piece)
-                yield piece
-            lost = False
-        except (ContentLostError, FileNotFoundError):
-            # In object storage, the end of a batch replaces the parts of a file by one object.
-            if lost:
-                raise
-            lost = True
-            continue
-        if batch.state in ENDED:
-            return
-        await asyncio.sleep(look_s)
-        batch = await look()
-
+from serve_app.settings.batches import DAY_S, BatchesSettings
 
 logger = logging.getLogger("ray.serve")
 
-Handler = Callable[[Request], Awaitable[Response]]
 P = ParamSpec("P")
 T = TypeVar("T")
 
 THREADS = 4
 """Calls of the store and of the contents at once."""
 
+MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 30 * DAY_S
+"""Bounds of the time after which a file is deleted, where a request says so."""
+
+BODY_BYTES = 1 << 16
+"""Most bytes of the body that creates a batch."""
+
+MAX_FILES_PAGE, MAX_BATCHES_PAGE = 10_000, 100
+
 NUMBER = re.compile(r"[0-9]{1,9}")
+WINDOW = re.compile(r"([1-9][0-9]{0,3})([hd])")
+
+Limits = Callable[[str], BatchesSettings]
+"""Returns the limits on the files and batches of an API key, by its name."""
+
+Foresee = Callable[[Batch, int], tuple[Batch, Outlook]]
+"""Returns a new batch with what is known of it, and its outlook, by the bytes of its input. Any thread may
+call it."""
 
 
-def _threads() -> ThreadPoolExecutor:
-    # Threads of their own: those of the loop may be busy with the input and the end of large batches.
-    return ThreadPoolExecutor(THREADS, thread_name_prefix="batches-api")
+class ExpiresAfter(BaseModel):
+    """Time after which a file is deleted."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(strict=True, ge=MIN_EXPIRY_S, le=MAX_EXPIRY_S)]
 
 
-@dataclass(frozen=True, slots=True)
-class RouteContext:
-    """State, contents and callers, as the routes use them.
+class BatchRequest(BaseModel):
+    """The body of `POST /v1/batches`."""
 
-    Attributes:
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+            Field(max_length=16),
+        ]
+        | None
+    ) = None
+    output_expires_after: ExpiresAfter | None = None
+
+
+def request_scheduling(request: Request) -> Scheduling:
+    """Return the scheduling of a request, as for every other route."""
+    headers = request.scope["headers"]
+    if (caller := request.scope.get("caller")) is not None:
+        scheduling: Scheduling = caller.scheduling(headers, SchedulingFields())
+        return scheduling
+    return scheduling_of(headers, SchedulingFields())
+
+
+class BatchAPI:
+    """The routes.
+
+    Args:
         store: The state.
         content: The contents.
-        limits: Returns the limits on the files and batches of an API key, by its name.
-        rights: Returns the rights of the batches that an API key creates, by its name.
+        notice: Called when a batch was added or cancelled.
+        limits: Returns the limits of an API key.
+        rights: Returns the rights of the batches that an API key creates, by its name; see `KeyRules.rights`.
         scheduling: Returns the tenant of a request, who sees its own files and batches only, and its weight.
+        warnings: Returns messages about batches, by id.
+        foresee: Returns the outlook of a new batch; see `BatchRunner.foresee`.
+        refuse: Whether a batch is refused whose window surely doesn't hold.
         clock: Seconds since the epoch.
     """
 
-    store: Store
-    content: Contents
-    limits: Callable[[str], Limits]
-    rights: Callable[[str], JSON]
-    scheduling: Callable[[Request], Scheduling]
-    clock: Clock
-    _pool: ThreadPoolExecutor = field(init=False, default_factory=_threads)
-
-    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a function in one of the threads of the routes."""
-        call = partial(function, *args, **kwargs)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, call)
-
-    def tenant(self, request: Request) -> str:
-        """Return the tenant of a request."""
-        return self.scheduling(request).tenant
-
-    def delete(self, ids: list[str]) -> None:
-        """Delete contents whose files are deleted already, so that no error is the client's."""
-        try:
-            delete_contents(self.store, self.content, ids)
-        except (OSError, DatabaseError, FencedError) as error:
-            logger.error("contents can't be deleted before the next start: %s", error)
-
-
-def route(method: str, path: str, handler: Handler) -> Route:
-    """Return a route whose errors are answers."""
-
-    async def answer(request: Request) -> Response:
-        try:
-            if any("\0" in text for text in (*request.path_params.values(), *request.query_params.values())):
-                # PostgreSQL refuses it, which would look like a database that fails.
-                raise bad_request("The path and the query must not have a NUL")
-            return await handler(request)
-        except RequestError as error:
-            failed = error
-        except (OSError, DatabaseError) as error:
-            logger.error("%s %s: %s", request.method, request.url.path, error)
-            message = "The service's disk or database fails. Try again later."
-            failed = RequestError(503, "service_unavailable", message)
-        except FencedError as error:
-            logger.error("%s %s: %s", request.method, request.url.path, error)
-            message = "Another replica of the service has taken over the batches. Try again."
-            failed = RequestError(503, "service_unavailable", message)
-        return error_response(failed, request.url.path)
-
-    return Route(path, answer, methods=[method])
-
-
-def page_limit(request: Request, usual: int, most: int) -> int:
-    """Return the query parameter `limit`: a number from 1 to `most`; `usual` where it is missing."""
-    text = request.query_params.get("limit", str(usual))
-    limit = int(text) if NUMBER.fullmatch(text) else 0
-    if not 1 <= limit <= most:
-        raise bad_request(f"limit: must be a number from 1 to {most}", "limit")
-    return limit
-
-
-def new_file_id() -> str:
-    """Return the id of a new file."""
-    return f"file-{uuid4().hex}"
-
-
-def no_file(id: str) -> RequestError:
-    """Return the error for a file that the tenant hasn't."""
-    return RequestError(404, "not_found_error", f"There is no file {id!r}", param="id")
-
-
-def conflict(message: str) -> RequestError:
-    """Return the error for a change that the state of a file or batch doesn't allow."""
-    # OpenAI's clients would send it again otherwise.
-    return RequestError(409, "invalid_request_error", message, param="id", final=True)
-
-
-def bad_request(message: str, param: str | None = None) -> RequestError:
-    """Return the error for a wrong field."""
-    return RequestError(400, "invalid_request_error", message, param=param)
-
-
-MAX_FILES_PAGE = 10_000
-
-
-class FileRoutes:
-    """The routes of files.
-
-    Args:
-        context: State, contents and callers.
-    """
-
-    def __init__(self, context: RouteContext) -> None:
-        self._context = context
+    def __init__(
+        self,
+        store: Store,
+        content: Contents,
+        notice: Callable[[], None],
+        *,
+        limits: Limits,
+        rights: Callable[[str], JSON] = lambda key: {},
+        scheduling: Callable[[Request], Scheduling] = request_scheduling,
+        warnings: Callable[[], Mapping[str, str]] = dict,
+        foresee: Foresee = lambda batch, size: (batch, Outlook("unknown")),
+        refuse: bool = False,
+        clock: Clock = time.time,
+    ) -> None:
+        self._store = store
+        self._content = content
+        self._notice = notice
+        self._limits = limits
+        self._rights = rights
+        self._scheduling = scheduling
+        self._warnings = warnings
+        self._foresee = foresee
+        self._refuse = refuse
+        self._clock = clock
         self._pending = PendingUploads()
+        # One at a time: a promise counts for the next one.
+        self._promising = asyncio.Lock()
+        # Threads of their own: those of the loop may be busy with the input and the end of large batches.
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="batches-api")
 
-    def routes(self) -> list[Route]:
-        """Return the routes."""
-        return [
-            route("POST", "/v1/files", self._create),
-            route("GET", "/v1/files", self._list),
-            route("GET", "/v1/files/{id}", self._retrieve),
-            route("GET", "/v1/files/{id}/content", self._read),
-            route("DELETE", "/v1/files/{id}", self._delete),
+    def app(self) -> Starlette:
+        """Return the application of the routes."""
+        routes: list[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = [
+            ("POST", "/v1/files", self._create_file),
+            ("GET", "/v1/files", self._list_files),
+            ("GET", "/v1/files/{id}", self._retrieve_file),
+            ("GET", "/v1/files/{id}/content", self._read_file),
+            ("DELETE", "/v1/files/{id}", self._delete_file),
+            ("POST", "/v1/batches", self._create_batch),
+            ("GET", "/v1/batches", self._list_batches),
+            ("GET", "/v1/batches/{id}", self._retrieve_batch),
+            ("POST", "/v1/batches/{id}/cancel", self._cancel_batch),
         ]
+        return Starlette(
+            routes=[Route(path, call, methods=[method]) for method, path, call in routes],
+            exception_handlers=EXCEPTION_HANDLERS
+            | {OSError: _fail, DatabaseError: _fail, FencedError: _fail},
+        )
 
-    async def _create(self, request: Request) -> Response:
-        scheduling = self._context.scheduling(request)
-        limits = self._context.limits(scheduling.key)
+    # Files
+
+    async def _create_file(self, request: Request) -> Response:
+        scheduling = self._scheduling(request)
+        limits = self._limits(scheduling.key)
         # A database that is gone is told before the file is received.
-        await self._context.run(self._context.store.files, scheduling.tenant, limit=1)
+        await self._run(self._store.files, scheduling.tenant, limit=1)
         with self._pending.count(scheduling.tenant, limits.max_tenant_bytes) as grow:
-            upload = await receive(request, self._context.content, limits.max_file_bytes, grow)
+            upload = await receive(request, self._content, limits.max_file_bytes, grow)
             try:
                 file = self._checked(upload, scheduling.tenant, limits.retention_s)
-                await self._context.run(self._keep, upload, file, limits)
+                await self._run(self._keep, upload, file, limits)
             except BaseException:
                 upload.discard()
                 raise
@@ -239,22 +195,22 @@ class FileRoutes:
 
     def _checked(self, upload: Upload, tenant: str, seconds: int) -> File:
         if upload.draft is None:
-            raise bad_request("file: required, but missing", "file")
+            raise _bad("file: required, but missing", "file")
         purpose = upload.fields.get("purpose")
         if purpose != "batch":
-            raise bad_request('purpose: must be "batch", the only one that is supported', "purpose")
-        now = int(self._context.clock())
+            raise _bad('purpose: must be "batch", the only one that is supported', "purpose")
+        now = int(self._clock())
         text = upload.fields.get("expires_after[seconds]")
         anchor = upload.fields.get("expires_after[anchor]")
         if text is not None or anchor is not None:
             if anchor != "created_at":
-                raise bad_request('expires_after[anchor]: must be "created_at"', "expires_after[anchor]")
+                raise _bad('expires_after[anchor]: must be "created_at"', "expires_after[anchor]")
             seconds = int(text) if text and NUMBER.fullmatch(text) else 0
             if not MIN_EXPIRY_S <= seconds <= MAX_EXPIRY_S:
                 message = f"expires_after[seconds]: must be a number from {MIN_EXPIRY_S} to {MAX_EXPIRY_S}"
-                raise bad_request(message, "expires_after[seconds]")
+                raise _bad(message, "expires_after[seconds]")
         return File(
-            id=new_file_id(),
+            id=_new_file_id(),
             tenant=tenant,
             filename=upload.filename[:255],
             purpose=purpose,
@@ -263,65 +219,165 @@ class FileRoutes:
             expires_at=now + seconds,
         )
 
-    def _keep(self, upload: Upload, file: File, limits: Limits) -> None:
-        if upload.draft is not None:
-            try:
-                add_file(self._context.store, self._context.content, upload.draft, file, limits)
-            except TooManyError as error:
-                raise bad_request(f"{error}; delete some first", "file") from None
+    def _keep(self, upload: Upload, file: File, limits: BatchesSettings) -> None:
+        assert upload.draft is not None
+        try:
+            add_file(self._store, self._content, upload.draft, file, limits)
+        except TooManyError as error:
+            raise _bad(f"{error}; delete some first", "file") from None
 
-    async def _list(self, request: Request) -> Response:
+    async def _list_files(self, request: Request) -> Response:
         query = request.query_params
         order = query.get("order", "desc")
         if order not in ("asc", "desc"):
-            raise bad_request('order: must be "asc" or "desc"', "order")
+            raise _bad('order: must be "asc" or "desc"', "order")
         after = query.get("after")
         try:
-            page = await self._context.run(
-                self._context.store.files,
-                self._context.tenant(request),
+            page = await self._run(
+                self._store.files,
+                self._tenant(request),
                 after=after,
-                limit=page_limit(request, MAX_FILES_PAGE, MAX_FILES_PAGE),
+                limit=_page_limit(request, MAX_FILES_PAGE, MAX_FILES_PAGE),
                 order="asc" if order == "asc" else "desc",
                 purpose=query.get("purpose"),
             )
         except NotFoundError:
-            raise bad_request(f"after: there is no file {after!r}", "after") from None
+            raise _bad(f"after: there is no file {after!r}", "after") from None
         return JSONResponse(list_object(page, file_object))
 
-    async def _retrieve(self, request: Request) -> Response:
-        return JSONResponse(file_object(await self._find(request)))
+    async def _retrieve_file(self, request: Request) -> Response:
+        return JSONResponse(file_object(await self._file(request)))
 
-    async def _read(self, request: Request) -> Response:
-        file = await self._find(request)
-        path = self._context.content.path(file.id)
-        if not await self._context.run(whole, self._context.content, file):
+    async def _read_file(self, request: Request) -> Response:
+        file = await self._file(request)
+        path = self._content.path(file.id)
+        if not await self._run(whole, self._content, file):
             message = f"The content of the file {file.id!r} got lost on the server's disk"
             raise RequestError(500, "internal_error", message)
         kind = "application/octet-stream"
         if isinstance(path, Path):
             return _StoredFile(path, media_type=kind)
-        pieces = self._context.content.pieces(file.id, file.bytes)
+        pieces = self._content.pieces(file.id, file.bytes)
         return StreamingResponse(pieces, media_type=kind, headers={"content-length": str(file.bytes)})
 
-    async def _delete(self, request: Request) -> Response:
+    async def _delete_file(self, request: Request) -> Response:
         id = request.path_params["id"]
         try:
-            await self._context.run(self._context.store.remove_file, self._context.tenant(request), id)
+            await self._run(self._store.remove_file, self._tenant(request), id)
         except NotFoundError:
-            raise no_file(id) from None
+            raise _no("file", id) from None
         except InUseError:
             message = f"The file {id!r} is the input of a batch that has not ended; cancel that first"
-            raise conflict(message) from None
-        await self._context.run(self._context.delete, [id])
+            raise _conflict(message) from None
+        await self._run(self._delete_contents, [id])
         return JSONResponse({"id": id, "object": "file", "deleted": True})
 
-    async def _find(self, request: Request) -> File:
+    async def _file(self, request: Request) -> File:
         id = request.path_params["id"]
         try:
-            return await self._context.run(self._context.store.file, self._context.tenant(request), id)
+            return await self._run(self._store.file, self._tenant(request), id)
         except NotFoundError:
-            raise no_file(id) from None
+            raise _no("file", id) from None
+
+    # Batches
+
+    async def _create_batch(self, request: Request) -> Response:
+        scheduling = self._scheduling(request)
+        limits = self._limits(scheduling.key)
+        body = parse_body(BatchRequest, await small_body(request, BODY_BYTES))
+        if body.endpoint not in ENDPOINTS:
+            raise _bad(f"endpoint: must be one of {', '.join(ENDPOINTS)}", "endpoint")
+        window_s = _window_s(body.completion_window)
+        now = int(self._clock())
+        retention_s = limits.retention_s
+        if body.output_expires_after is not None:
+            retention_s = body.output_expires_after.seconds
+        batch = Batch(
+            id=f"batch_{uuid4().hex}",
+            tenant=scheduling.tenant,
+            weight=scheduling.weight,
+            api_key=scheduling.key,
+            rights=self._rights(scheduling.key),
+            endpoint=body.endpoint,
+            input_file=body.input_file_id,
+            output_file=_new_file_id(),
+            error_file=_new_file_id(),
+            completion_window=body.completion_window,
+            metadata=dict(body.metadata or {}),
+            retention_s=retention_s,
+            created_at=now,
+            expires_at=now + window_s,
+        )
+        try:
+            file = await self._run(self._store.file, batch.tenant, batch.input_file)
+            if file.purpose != "batch":
+                raise _bad(f'input_file_id: the purpose of {file.id!r} is not "batch"', "input_file_id")
+            async with self._promising:
+                batch, outlook = await self._run(self._foresee, batch, file.bytes)
+                if self._refuse and outlook.verdict in REFUSED:
+                    raise _bad(f"completion_window: {outlook.message}", "completion_window")
+                forgotten = await self._run(
+                    self._store.add_batch, batch, limits.max_open_batches, limits.max_batches
+                )
+        except NotFoundError:
+            message = f"input_file_id: there is no file {body.input_file_id!r}"
+            raise _bad(message, "input_file_id") from None
+        except TooManyError as error:
+            # Not 429: another try helps when a batch has ended, which may take a day.
+            raise _bad(f"{error}; wait until one has ended, or cancel one") from None
+        await self._run(self._delete_contents, forgotten)
+        self._notice()
+        return JSONResponse(batch_object(batch, outlook.message))
+
+    async def _list_batches(self, request: Request) -> Response:
+        after = request.query_params.get("after")
+        limit = _page_limit(request, 20, MAX_BATCHES_PAGE)
+        try:
+            page = await self._run(self._store.batches, self._tenant(request), after=after, limit=limit)
+        except NotFoundError:
+            raise _bad(f"after: there is no batch {after!r}", "after") from None
+        return JSONResponse(list_object(page, self._as_json))
+
+    async def _retrieve_batch(self, request: Request) -> Response:
+        return JSONResponse(self._as_json(await self._batch(request)))
+
+    async def _cancel_batch(self, request: Request) -> Response:
+        batch = await self._batch(request)
+        if batch.state != "cancelling":
+            try:
+                batch = await self._run(self._store.move, batch.id, "cancelling", int(self._clock()))
+            except (StateError, NotFoundError):
+                state = (await self._batch(request)).state
+                raise _conflict(f"A batch that is {state} can't be cancelled") from None
+            self._notice()
+        return JSONResponse(self._as_json(batch))
+
+    def _as_json(self, batch: Batch) -> JSON:
+        return batch_object(batch, self._warnings().get(batch.id))
+
+    async def _batch(self, request: Request) -> Batch:
+        id = request.path_params["id"]
+        try:
+            return await self._run(self._store.batch, id, self._tenant(request))
+        except NotFoundError:
+            raise _no("batch", id) from None
+
+    # Both
+
+    def _tenant(self, request: Request) -> str:
+        return self._scheduling(request).tenant
+
+    async def _run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a function in one of the threads of the routes."""
+        call = partial(function, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, call)
+
+    def _delete_contents(self, ids: list[str]) -> None:
+        """Delete contents whose files are deleted already, so that no error is the client's."""
+        try:
+            delete_contents(self._store, self._content, ids)
+        except (OSError, DatabaseError, FencedError) as error:
+            logger.error("contents can't be deleted before the next start: %s", error)
 
 
 class _StoredFile(FileResponse):
@@ -350,247 +406,50 @@ class _StoredFile(FileResponse):
         await super().__call__(scope, receive, in_shape)
 
 
-BODY_BYTES = 1 << 16
-"""Most bytes of the body that creates a batch."""
-
-MAX_BATCHES_PAGE = 100
-
-WINDOW = re.compile(r"([1-9][0-9]{0,3})([hd])")
-OFFSET = re.compile(r"[0-9]{1,15}")
-
-
-Foresee = Callable[[Batch, int], tuple[Batch, Outlook]]
-"""Returns a new batch with what is known of it, and its outlook, by the bytes of its input."""
+async def _fail(request: Request, error: Exception) -> Response:
+    """Answer a request that met a disk or a database that fails."""
+    logger.error("%s %s: %s", request.method, request.url.path, error)
+    message = "The service's disk or database fails. Try again later."
+    if isinstance(error, FencedError):
+        message = "Another replica of the service has taken over the batches. Try again."
+    return error_response(RequestError(503, "service_unavailable", message), request.url.path)
 
 
-class ExpiresAfter(BaseModel):
-    """Time after which a file is deleted."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    anchor: Literal["created_at"]
-    seconds: Annotated[int, Field(strict=True, ge=MIN_EXPIRY_S, le=MAX_EXPIRY_S)]
-
-
-class BatchRequest(BaseModel):
-    """The body of `POST /v1/batches`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    input_file_id: Annotated[str, Field(pattern=r"^[^\x00]*$")]
-    endpoint: str
-    completion_window: str
-    metadata: (
-        Annotated[
-            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
-            Field(max_length=16),
-        ]
-        | None
-    ) = None
-    output_expires_after: ExpiresAfter | None = None
+def _page_limit(request: Request, usual: int, most: int) -> int:
+    """Return the query parameter `limit`: a number from 1 to `most`; `usual` where it is missing."""
+    text = request.query_params.get("limit", str(usual))
+    limit = int(text) if NUMBER.fullmatch(text) else 0
+    if not 1 <= limit <= most:
+        raise _bad(f"limit: must be a number from 1 to {most}", "limit")
+    return limit
 
 
-class BatchRoutes:
-    """The routes of batches.
-
-    Args:
-        context: State, contents and callers.
-        notice: Called when a batch was added or cancelled.
-        warnings: Returns messages about batches, by id.
-        foresee: Returns a new batch with what is known of it, and its outlook, in any thread.
-        refuse: Whether a batch is refused whose window surely doesn't hold.
-    """
-
-    def __init__(
-        self,
-        context: RouteContext,
-        notice: Callable[[], None],
-        warnings: Callable[[], Mapping[str, str]],
-        foresee: Foresee,
-        refuse: bool,
-    ) -> None:
-        self._context = context
-        self._notice = notice
-        self._warnings = warnings
-        self._foresee = foresee
-        self._refuse = refuse
-        # One at a time: a promise counts for the next one.
-        self._promising = asyncio.Lock()
-
-    def routes(self) -> list[Route]:
-        """Return the routes."""
-        return [
-            route("POST", "/v1/batches", self._create),
-            route("GET", "/v1/batches", self._list),
-            route("GET", "/v1/batches/{id}", self._retrieve),
-            route("GET", "/v1/batches/{id}/output", partial(self._results, errors=False)),
-            route("GET", "/v1/batches/{id}/errors", partial(self._results, errors=True)),
-            route("POST", "/v1/batches/{id}/cancel", self._cancel),
-        ]
-
-    async def _create(self, request: Request) -> Response:
-        scheduling = self._context.scheduling(request)
-        limits = self._context.limits(scheduling.key)
-        body = parse_body(BatchRequest, await small_body(request, BODY_BYTES))
-        if body.endpoint not in ENDPOINTS:
-            raise bad_request(f"endpoint: must be one of {', '.join(ENDPOINTS)}", "endpoint")
-        window_s = _window_s(body.completion_window, limits)
-        now = int(self._context.clock())
-        retention_s = limits.retention_s
-        if body.output_expires_after is not None:
-            retention_s = body.output_expires_after.seconds
-        batch = Batch(
-            id=f"batch_{uuid4().hex}",
-            tenant=scheduling.tenant,
-            weight=scheduling.weight,
-            api_key=scheduling.key,
-            rights=self._context.rights(scheduling.key),
-            endpoint=body.endpoint,
-            input_file=body.input_file_id,
-            output_file=new_file_id(),
-            error_file=new_file_id(),
-            completion_window=body.completion_window,
-            metadata=dict(body.metadata or {}),
-            retention_s=retention_s,
-            created_at=now,
-            expires_at=now + window_s,
-        )
-        try:
-            file = await self._context.run(self._context.store.file, batch.tenant, batch.input_file)
-            if file.purpose != "batch":
-                message = f'input_file_id: the purpose of {file.id!r} is not "batch"'
-                raise bad_request(message, "input_file_id")
-            async with self._promising:
-                batch, outlook = await self._context.run(self._foresee, batch, file.bytes)
-                if self._refuse and outlook.verdict in REFUSED:
-                    raise bad_request(f"completion_window: {outlook.message}", "completion_window")
-                await self._context.run(self._add, batch, limits)
-        except NotFoundError:
-            message = f"input_file_id: there is no file {body.input_file_id!r}"
-            raise bad_request(message, "input_file_id") from None
-        except TooManyError as error:
-            # Not 429: another try helps when a batch has ended, which may take a day.
-            raise bad_request(f"{error}; wait until one has ended, or cancel one") from None
-        self._notice()
-        return JSONResponse(batch_object(batch, outlook.message))
-
-    def _add(self, batch: Batch, limits: Limits) -> None:
-        self._context.delete(
-            self._context.store.add_batch(batch, limits.max_open_batches, limits.max_batches)
-        )
-
-    async def _list(self, request: Request) -> Response:
-        after = request.query_params.get("after")
-        limit = page_limit(request, 20, MAX_BATCHES_PAGE)
-        try:
-            page = await self._context.run(
-                self._context.store.batches, self._context.tenant(request), after=after, limit=limit
-            )
-        except NotFoundError:
-            raise bad_request(f"after: there is no batch {after!r}", "after") from None
-        return JSONResponse(list_object(page, self._as_json))
-
-    async def _retrieve(self, request: Request) -> Response:
-        return JSONResponse(self._as_json(await self._find(request)))
-
-    async def _results(self, request: Request, errors: bool) -> Response:
-        batch = await self._find(request)
-        id, size = written(batch, errors)
-        offset = request.query_params.get("offset", "0")
-        if not OFFSET.fullmatch(offset) or int(offset) > size:
-            raise bad_request(f"offset: must be a number from 0 to the {size} bytes that there are", "offset")
-        if batch.state in ENDED and size and await self._context.run(self._context.content.size, id) != size:
-            raise no_file(id)
-        pieces = result_stream(
-            self._context.content,
-            batch,
-            partial(self._context.run, self._context.store.batch, batch.id),
-            errors,
-            int(offset),
-        )
-        return StreamingResponse(pieces, media_type="application/jsonl")
-
-    async def _cancel(self, request: Request) -> Response:
-        batch = await self._find(request)
-        if batch.state != "cancelling":
-            now = int(self._context.clock())
-            try:
-                batch = await self._context.run(self._context.store.move, batch.id, "cancelling", now)
-            except (StateError, NotFoundError):
-                state = (await self._find(request)).state
-                message = f"A batch that is {state} can't be cancelled"
-                raise conflict(message) from None
-            self._notice()
-        return JSONResponse(self._as_json(batch))
-
-    def _as_json(self, batch: Batch) -> JSON:
-        return batch_object(batch, self._warnings().get(batch.id))
-
-    async def _find(self, request: Request) -> Batch:
-        id = request.path_params["id"]
-        try:
-            return await self._context.run(self._context.store.batch, id, self._context.tenant(request))
-        except NotFoundError:
-            message = f"There is no batch {id!r}"
-            raise RequestError(404, "not_found_error", message, param="id") from None
-
-
-def _window_s(text: str, limits: Limits) -> int:
+def _window_s(text: str) -> int:
     found = WINDOW.fullmatch(text)
     seconds = int(found[1]) * (3600 if found[2] == "h" else DAY_S) if found else 0
-    least, most = limits.min_window_s, limits.max_window_s
-    if not least <= seconds <= most:
+    if not MIN_WINDOW_S <= seconds <= MAX_WINDOW_S:
         message = (
             'completion_window: must be a number of hours or days, such as "24h" or "7d", '
-            f"from {least // 3600}h to {most // DAY_S}d"
+            f"from {MIN_WINDOW_S // 3600}h to {MAX_WINDOW_S // DAY_S}d"
         )
-        raise bad_request(message, "completion_window")
+        raise _bad(message, "completion_window")
     return seconds
 
 
-def request_scheduling(request: Request) -> Scheduling:
-    """Return the scheduling of a request, as for every other route."""
-    headers = request.scope["headers"]
-    if (caller := request.scope.get("caller")) is not None:
-        scheduling: Scheduling = caller.scheduling(headers, SchedulingFields())
-        return scheduling
-    return scheduling_of(headers, SchedulingFields())
+def _new_file_id() -> str:
+    return f"file-{uuid4().hex}"
 
 
-class BatchAPI:
-    """The routes.
+def _no(what: str, id: str) -> RequestError:
+    """Return the error for a file or a batch that the tenant hasn't."""
+    return RequestError(404, "not_found_error", f"There is no {what} {id!r}", param="id")
 
-    Args:
-        store: The state.
-        content: The contents.
-        notice: Called when a batch was added or cancelled.
-        limits: Returns the limits on the files and batches of an API key, by its name.
-        rights: Returns the rights of the batches that an API key creates, by its name; see `KeyRules.rights`.
-        scheduling: Returns the tenant of a request, who sees its own files and batches only, and its weight.
-        warnings: Returns messages about batches, by id.
-        foresee: Returns a new batch with what is known of it, and its outlook; see `Runner.foresee`.
-        refuse: Whether a batch is refused whose window surely doesn't hold.
-        clock: Seconds since the epoch.
-    """
 
-    def __init__(
-        self,
-        store: Store,
-        content: Contents,
-        notice: Callable[[], None],
-        *,
-        limits: Callable[[str], Limits] = lambda key: Limits(),
-        rights: Callable[[str], JSON] = lambda key: {},
-        scheduling: Callable[[Request], Scheduling] = request_scheduling,
-        warnings: Callable[[], Mapping[str, str]] = dict,
-        foresee: Foresee = lambda batch, size: (batch, Outlook("unknown")),
-        refuse: bool = False,
-        clock: Clock = time.time,
-    ) -> None:
-        context = RouteContext(store, content, limits, rights, scheduling, clock)
-        self._files = FileRoutes(context)
-        self._batches = BatchRoutes(context, notice, warnings, foresee, refuse)
+def _conflict(message: str) -> RequestError:
+    """Return the error for a change that the state of a file or batch doesn't allow."""
+    # OpenAI's clients would send it again otherwise.
+    return RequestError(409, "invalid_request_error", message, param="id", final=True)
 
-    def routes(self) -> list[Route]:
-        """Return the routes."""
-        return [*self._files.routes(), *self._batches.routes()]
+
+def _bad(message: str, param: str | None = None) -> RequestError:
+    return RequestError(400, "invalid_request_error", message, param=param)

@@ -10,11 +10,9 @@ from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from serve_app.api.errors import EXCEPTION_HANDLERS
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.auth.key_store import KeyStore
@@ -23,7 +21,6 @@ from serve_app.jobs.content import Content, Contents, Disk
 from serve_app.jobs.db import Database
 from serve_app.jobs.errors import DatabaseError, FencedError, HeldError, StoreError
 from serve_app.jobs.key_rules import KeyRules
-from serve_app.jobs.limits import Limits
 from serve_app.jobs.models import ENDED, STATES
 from serve_app.jobs.pacing import Auto
 from serve_app.jobs.routes import BatchAPI
@@ -135,7 +132,7 @@ class BatchService:
         models: Collection[str],
         keys: KeyStore | None = None,
     ) -> None:
-        rules = KeyRules(models, Limits.of(settings), keys)
+        rules = KeyRules(models, settings, keys)
         self.uploads = Uploads()
         self._store = store
         self._runner = BatchRunner(
@@ -157,7 +154,7 @@ class BatchService:
             foresee=self._runner.foresee,
             refuse=settings.deadlines == "refuse",
         )
-        self._app = Starlette(routes=api.routes(), exception_handlers=EXCEPTION_HANDLERS)
+        self._app = api.app()
         self._running = asyncio.create_task(self._runner.run())
         self._running.add_done_callback(_tell_end)
 

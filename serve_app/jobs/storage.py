@@ -11,14 +11,14 @@ from contextlib import suppress
 from serve_app.jobs.content import Contents, Draft
 from serve_app.jobs.errors import ContentLostError, DatabaseError, FencedError, NotFoundError, TooManyError
 from serve_app.jobs.intake import batch_error
-from serve_app.jobs.limits import Limits
 from serve_app.jobs.models import Batch, Counts, File, State
 from serve_app.jobs.plan import plan_id, unsent
 from serve_app.jobs.rows import CANCELLED, EXPIRED, Result, together, unrun
 from serve_app.jobs.store import Store
+from serve_app.settings.batches import BatchesSettings
 
 
-def add_file(store: Store, content: Contents, draft: Draft, file: File, limits: Limits) -> None:
+def add_file(store: Store, content: Contents, draft: Draft, file: File, limits: BatchesSettings) -> None:
     """Make a draft the content of a new file: afterwards both are there, or neither.
 
     Args:
@@ -26,7 +26,7 @@ def add_file(store: Store, content: Contents, draft: Draft, file: File, limits: 
         content: The contents.
         draft: The content of the file.
         file: The file.
-        limits: Limits on the files of its tenant.
+        limits: BatchesSettings on the files of its tenant.
 
     Raises:
         TooManyError: The tenant would have more.
@@ -81,14 +81,14 @@ def delete_noted(store: Store, content: Contents) -> int:
     return len(ids)
 
 
-def remove_expired(store: Store, content: Contents, now: int, limits: Limits) -> int:
+def remove_expired(store: Store, content: Contents, now: int, limits: BatchesSettings) -> int:
     """Delete files and batches whose time is over, and old results that are too much.
 
     Args:
         store: The state.
         content: The contents.
         now: Seconds since the epoch.
-        limits: Limits on the results, and the time that batches are kept.
+        limits: BatchesSettings on the results, and the time that batches are kept.
 
     Returns:
         The number of deleted files.

@@ -131,7 +131,8 @@ def test_a_database_is_imported_only_where_batches_run() -> None:
 import sys
 import serve_app.app, serve_app.ingress.deployment, serve_app.jobs.deployment
 serve_app.app.build({"models": [{"id": "demo", "source": "saturate://demo"}], "batches": {"folder": "/x"}})
-print(sorted(name for name in sys.modules if name.startswith("serve_app.jobs.") or "psycopg" in name or name == "sqlalchemy"))
+databases = ("serve_app.jobs.", "psycopg", "sqlalchemy")
+print(sorted(name for name in sys.modules if name.startswith(databases)))
 """
     done = run([sys.executable, "-c", script])
     assert done.stdout == "['serve_app.jobs.deployment']\n", done.stderr

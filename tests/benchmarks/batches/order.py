@@ -24,7 +24,6 @@ from serve_app.jobs.batches import BatchRunner
 from serve_app.jobs.content import Content, Contents, Disk
 from serve_app.jobs.intake import validate
 from serve_app.jobs.key_rules import KeyRules
-from serve_app.jobs.limits import Limits
 from serve_app.jobs.models import Batch, File
 from serve_app.jobs.pacing import EngineLoad, Fixed
 from serve_app.jobs.plan import Plan
@@ -36,6 +35,7 @@ from tests.benchmarks import report
 from tests.benchmarks.beside.virtual import HOST_S, SUBMIT_S
 from tests.benchmarks.measuring import Row, Table, progress
 from tests.benchmarks.serve.models import DEVICES
+from tests.serve_app.jobs.helpers import limits_of
 from tests.serve_app.simulation.virtual_engine import LiveFirstEngine, VirtualEngine, virtual_engines
 
 RESULTS = report.RESULTS / "batches-order.json"
@@ -180,7 +180,11 @@ async def run_batch(load: Load, replicas: int, planned: bool) -> tuple[float, fl
         _add_batch(store, content, load, planned)
         client = VirtualEngines(engines, load)
         runner = BatchRunner(
-            store, content, client, KeyRules({"demo"}), concurrency=lambda: Fixed(load.in_flight * replicas)
+            store,
+            content,
+            client,
+            KeyRules({"demo"}, limits_of()),
+            concurrency=lambda: Fixed(load.in_flight * replicas),
         )
         async with asyncio.TaskGroup() as group:
             running = group.create_task(runner.run())
@@ -206,7 +210,7 @@ def _add_batch(store: Store, content: Contents, load: Load, planned: bool) -> No
         created_at=now,
         expires_at=None,
     )
-    limits = Limits(max_lines=load.rows)
+    limits = limits_of(max_lines=load.rows)
     add_file(store, content, draft, file, limits)
     batch = Batch(
         id="b",

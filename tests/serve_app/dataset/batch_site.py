@@ -14,7 +14,7 @@ from serve_app.jobs.key_rules import KeyRules
 from serve_app.jobs.routes import BatchAPI
 from tests.progress import STILL_S
 from tests.serve_app.jobs.engine import Engine
-from tests.serve_app.jobs.helpers import opened
+from tests.serve_app.jobs.helpers import limits_of, opened
 
 LIMIT_S = STILL_S
 
@@ -27,8 +27,8 @@ def batch_site(folder: Path, status: Callable[[str], int] = lambda _: 200) -> It
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         store, content = opened(folder)
-        runner = BatchRunner(store, content, Engine(status), KeyRules({"demo"}), tick_s=0.05)
-        app.routes.extend(BatchAPI(store, content, runner.notice).routes())
+        runner = BatchRunner(store, content, Engine(status), KeyRules({"demo"}, limits_of()), tick_s=0.05)
+        app.mount("/", BatchAPI(store, content, runner.notice, limits=lambda key: limits_of()).app())
         running = asyncio.create_task(runner.run())
         ready.set()
         yield

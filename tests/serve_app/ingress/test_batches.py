@@ -131,18 +131,6 @@ async def test_a_batch_goes_its_way(site: Site) -> None:
     assert deleted.deleted
 
 
-async def test_results_are_streamed_while_the_batch_runs(site: Site) -> None:
-    client = site.client("anna")
-    text = text_of(*(row(str(number)) for number in range(200)))
-    file = await client.files.create(file=("in.jsonl", text), purpose="batch")
-    batch = await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
-    async with site.http() as http, asyncio.timeout(LIMIT_S):
-        output = await http.get(f"/v1/batches/{batch.id}/output")
-    assert output.status_code == 200
-    assert output.text.count("\n") == 200
-    assert (await client.batches.retrieve(batch.id)).status == "completed"
-
-
 async def test_a_tenant_sees_its_own_only(site: Site) -> None:
     anna, ben = site.client("anna"), site.client("ben")
     file = await anna.files.create(file=("in.jsonl", text_of(row("a"))), purpose="batch")

@@ -12,15 +12,20 @@ from serve_app.api.protocol import JSON
 from serve_app.jobs import failpoints
 from serve_app.jobs.content import Content, Contents, Disk
 from serve_app.jobs.db import SQLite
-from serve_app.jobs.limits import Limits
 from serve_app.jobs.models import Batch, File
 from serve_app.jobs.storage import add_file
 from serve_app.jobs.store import Store
+from serve_app.settings.batches import BatchesSettings
 from tests.progress import STILL_S
 
 CHAT = "/v1/chat/completions"
 NOW = 1_800_000_000
 DAY_S = 86_400
+
+
+def limits_of(**values: Any) -> BatchesSettings:
+    """Return the settings of the batches, with some limits."""
+    return BatchesSettings(folder="/batches").model_copy(update=values)
 
 
 def row(custom_id: str, /, **fields: Any) -> JSON:
@@ -60,7 +65,7 @@ def put(store: Store, content: Contents, id: str, text: bytes, tenant: str = "an
     """Store a file."""
     draft = content.draft()
     draft.write(text)
-    add_file(store, content, draft, file_of(id, tenant, len(text)), Limits())
+    add_file(store, content, draft, file_of(id, tenant, len(text)), limits_of())
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from serve_app.jobs.pacing import EngineLoad, Fixed
 from serve_app.jobs.rows import Answer
 from serve_app.jobs.storage import delete_noted
 from tests.serve_app.jobs.engine import custom_id_of
-from tests.serve_app.jobs.helpers import NOW, opened
+from tests.serve_app.jobs.helpers import NOW, limits_of, opened
 
 
 class LoggedEngine:
@@ -58,7 +58,7 @@ async def main(folder: Path, calls: Path, limit: int, kill_at: int) -> None:
         store,
         content,
         engine,
-        KeyRules({"demo"}),
+        KeyRules({"demo"}, limits_of()),
         concurrency=lambda: Fixed(limit),
         clock=lambda: NOW,
         tick_s=0.05,

@@ -7,19 +7,17 @@ from typing import Any
 import httpx
 import openai
 from openai.types import Batch, FileObject
-from starlette.applications import Starlette
 
 from serve_app.api.protocol import JSON
 from serve_app.jobs import failpoints
 from serve_app.jobs.batches import BatchRunner
 from serve_app.jobs.key_rules import KeyRules
-from serve_app.jobs.limits import Limits
 from serve_app.jobs.routes import BatchAPI
 from tests.progress import STILL_S
 from tests.serve_app.jobs.engine import Engine
-from tests.serve_app.jobs.helpers import CHAT, NOW, opened, text_of
+from tests.serve_app.jobs.helpers import CHAT, NOW, limits_of, opened, text_of
 
-LIMITS = Limits(max_file_bytes=1 << 20, max_open_batches=3, max_tenant_bytes=3 << 20)
+LIMITS = limits_of(max_file_bytes=1 << 20, max_open_batches=3, max_tenant_bytes=3 << 20)
 
 
 class Site:
@@ -41,7 +39,7 @@ class Site:
         api = BatchAPI(
             self.store, self.content, self.runner.notice, limits=lambda key: self.limits, clock=lambda: NOW
         )
-        self.app = Starlette(routes=api.routes())
+        self.app = api.app()
         self.committed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         failpoints.hook = self._reach

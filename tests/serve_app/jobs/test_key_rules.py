@@ -11,11 +11,10 @@ from serve_app.auth.key_store import KeyStore
 from serve_app.auth.keys import hash_key
 from serve_app.jobs.batches import KEY_GONE_S
 from serve_app.jobs.key_rules import KeyRules
-from serve_app.jobs.limits import Limits
 from serve_app.jobs.pacing import Fixed
 from serve_app.settings.ingress import AccessSettings
 from tests.serve_app.jobs.engine import Engine
-from tests.serve_app.jobs.helpers import NOW, row
+from tests.serve_app.jobs.helpers import NOW, limits_of, row
 from tests.serve_app.jobs.test_batches import Held, rows_of, running
 
 SERVED = {"demo", "large"}
@@ -53,7 +52,7 @@ class Keys:
 
 
 def rules(keys: Keys) -> KeyRules:
-    return KeyRules(SERVED, Limits(max_lines=100), keys.store)
+    return KeyRules(SERVED, limits_of(max_lines=100), keys.store)
 
 
 def test_the_rights_of_a_batch_are_the_models_and_rows_of_its_key(tmp_path: Path) -> None:
@@ -62,15 +61,15 @@ def test_the_rights_of_a_batch_are_the_models_and_rows_of_its_key(tmp_path: Path
     assert (set(found.models(rights)), rights["max_lines"]) == ({"demo"}, 7)
     assert found.rights("") == {"models": None, "max_lines": 100}
     assert set(found.models(found.rights(""))) == SERVED
-    assert KeyRules(SERVED).rights("ada") == {"models": None, "max_lines": Limits().max_lines}
+    assert KeyRules(SERVED, limits_of()).rights("ada") == {"models": None, "max_lines": limits_of().max_lines}
 
 
 def test_the_limits_of_a_key_go_before_those_of_the_config(tmp_path: Path) -> None:
     found = rules(Keys(tmp_path, batches={"max_lines": 7, "max_open_batches": 1}))
-    assert found.limits("ada") == Limits(max_lines=7, max_open_batches=1)
-    assert found.limits("") == found.common == Limits(max_lines=100)
-    assert rules(Keys(tmp_path)).limits("ada") == Limits(max_lines=100)
-    assert KeyRules(SERVED).limits("ada") == Limits()
+    assert found.limits("ada") == limits_of(max_lines=7, max_open_batches=1)
+    assert found.limits("") == found.common == limits_of(max_lines=100)
+    assert rules(Keys(tmp_path)).limits("ada") == limits_of(max_lines=100)
+    assert KeyRules(SERVED, limits_of()).limits("ada") == limits_of()
 
 
 def test_a_key_that_is_not_known_has_the_rights_of_nobody(tmp_path: Path) -> None:

@@ -13,13 +13,12 @@ from serve_app.jobs.content import Content
 from serve_app.jobs.errors import StoreError
 from serve_app.jobs.intake import validate
 from serve_app.jobs.key_rules import KeyRules
-from serve_app.jobs.limits import Limits
 from serve_app.jobs.pacing import Fixed
 from serve_app.jobs.service import BatchService
 from serve_app.jobs.store import Store
 from serve_app.settings.batches import BatchesSettings
 from tests.serve_app.jobs.engine import Engine
-from tests.serve_app.jobs.helpers import CHAT, NOW, all_ended, batch_of, commits, put, row, text_of
+from tests.serve_app.jobs.helpers import CHAT, NOW, all_ended, batch_of, commits, limits_of, put, row, text_of
 from tests.serve_app.jobs.test_service import get
 
 pytest.importorskip("fsspec", reason="fsspec is not installed here (pip install -e '.[storage]')")
@@ -48,7 +47,7 @@ def test_an_input_is_read_once_whatever_the_length_of_its_lines(tmp_path: Path) 
             draft.write(text_of(row(str(number), filler=filler)))
         content.keep(draft, "in")
         BufferedStorage.fetched.clear()
-        assert validate(content.path("in"), CHAT, {"demo"}, Limits())[:3] == (rows, "demo", [])
+        assert validate(content.path("in"), CHAT, {"demo"}, limits_of())[:3] == (rows, "demo", [])
         assert max(BufferedStorage.fetched) <= BLOCK_BYTES
         assert sum(BufferedStorage.fetched) == draft.size
         assert len(BufferedStorage.fetched) <= draft.size / BLOCK_BYTES + 10
@@ -107,7 +106,12 @@ async def test_a_batch_reads_its_input_three_times_at_most(cancelled: bool, tmp_
     store.add_batch(batch_of("b", "in"), 1)
     engine = Engine()
     runner = BatchRunner(
-        store, content, engine, KeyRules({"demo"}), concurrency=lambda: Fixed(32), clock=lambda: NOW
+        store,
+        content,
+        engine,
+        KeyRules({"demo"}, limits_of()),
+        concurrency=lambda: Fixed(32),
+        clock=lambda: NOW,
     )
     BufferedStorage.fetched_of.clear()
     with commits() as committed:

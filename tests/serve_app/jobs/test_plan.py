@@ -15,13 +15,12 @@ from serve_app.api.protocol import JSON
 from serve_app.jobs.content import Content, Contents
 from serve_app.jobs.errors import ContentLostError
 from serve_app.jobs.intake import validate
-from serve_app.jobs.limits import Limits
 from serve_app.jobs.models import Batch
 from serve_app.jobs.plan import Line, Plan, plan_id, plan_of, read_lines, unsent
 from serve_app.jobs.rows import Row, answered
 from serve_app.jobs.storage import close, give_up, record
 from serve_app.settings.ingress import IngressSettings
-from tests.serve_app.jobs.helpers import CHAT, NOW, batch_of, opened, put, row, text_of
+from tests.serve_app.jobs.helpers import CHAT, NOW, batch_of, limits_of, opened, put, row, text_of
 
 
 def asked(name: str, *parts: str, model: str = "demo") -> JSON:
@@ -41,7 +40,7 @@ def lines_in_turn(folder: Path, *rows: JSON | bytes, endpoint: str = CHAT) -> li
     """Return the numbers of the lines of a valid input, in the order in which they are sent."""
     path = folder / "in"
     path.write_bytes(text_of(*rows))
-    plan = validate(path, endpoint, {"demo", "other"}, Limits()).plan
+    plan = validate(path, endpoint, {"demo", "other"}, limits_of()).plan
     assert plan is not None
     return [entry.line for entry in sorted(plan, key=lambda entry: entry.turn)]
 
@@ -64,7 +63,7 @@ class Site:
             self.content = Content(folder, self.store.epoch, Objects(f"memory://{uuid4().hex}"))
         put(self.store, self.content, "in", start + text_of(*rows))
         self.store.add_batch(batch_of("b", "in"), 1)
-        found = validate(self.content.path("in"), CHAT, {"demo", "other"}, Limits())
+        found = validate(self.content.path("in"), CHAT, {"demo", "other"}, limits_of())
         assert found.plan is not None, found.errors
         found.plan.keep(self.content, "b")
         self.batch: Batch = self.store.move("b", "in_progress", NOW, total=found.total)

@@ -12,7 +12,6 @@ from serve_app.jobs import failpoints
 from serve_app.jobs.content import Content, Contents
 from serve_app.jobs.db import FILES
 from serve_app.jobs.errors import ContentLostError, DatabaseError, TooManyError
-from serve_app.jobs.limits import Limits
 from serve_app.jobs.models import Counts
 from serve_app.jobs.plan import unsent
 from serve_app.jobs.rows import Row, answered
@@ -33,6 +32,7 @@ from tests.serve_app.jobs.helpers import (
     bytes_of,
     file_of,
     ids_on_disk,
+    limits_of,
     on_disk,
     opened,
     put,
@@ -47,11 +47,11 @@ def test_files_are_deleted_when_their_time_is_over(tmp_path: Path) -> None:
         content.append(id, 0, b"x")
         store.add_file(replace(file_of(id), expires_at=NOW))
     store.add_batch(batch_of("b", "read"), 1)
-    assert remove_expired(store, content, NOW - 1, Limits()) == 0
-    assert remove_expired(store, content, NOW, Limits()) == 1
+    assert remove_expired(store, content, NOW - 1, limits_of()) == 0
+    assert remove_expired(store, content, NOW, limits_of()) == 1
     assert ids_on_disk(content) == {"read"}
     store.end("b", "failed", NOW)
-    assert remove_expired(store, content, NOW, Limits()) == 1
+    assert remove_expired(store, content, NOW, limits_of()) == 1
     assert ids_on_disk(content) == set()
     store.close()
 
@@ -94,7 +94,7 @@ def test_a_file_beyond_the_limits_leaves_no_content(tmp_path: Path) -> None:
     draft = content.draft()
     draft.write(b"12")
     with pytest.raises(TooManyError):
-        add_file(store, content, draft, file_of("in", size=2), Limits(max_tenant_bytes=1))
+        add_file(store, content, draft, file_of("in", size=2), limits_of(max_tenant_bytes=1))
     assert ids_on_disk(content) == set()
     assert store.noted_contents() == []
     store.close()
@@ -121,7 +121,7 @@ def test_a_file_that_can_not_be_added_leaves_nothing_beyond_the_next_start(
 
     monkeypatch.setattr(failpoints, "hook", fail)
     with pytest.raises((OSError, DatabaseError)):
-        add_file(store, content, draft, file_of("in"), Limits())
+        add_file(store, content, draft, file_of("in"), limits_of())
     monkeypatch.setattr(failpoints, "hook", None)
     assert store.files("anna").items == []
     assert (store.noted_contents() == []) is not (down and point.startswith("store"))
@@ -161,9 +161,9 @@ def test_the_oldest_results_go_when_a_tenant_has_too_many_bytes(tmp_path: Path) 
         store.add_file(file_of(f"out-{number}", size=10, purpose="batch_output"))
     put(store, content, "in", b"x" * 100)
     store.add_file(file_of("other", "ben", size=25, purpose="batch_output"))
-    assert remove_expired(store, content, NOW, Limits(max_result_bytes=25)) == 2
+    assert remove_expired(store, content, NOW, limits_of(max_result_bytes=25)) == 2
     assert ids_on_disk(content) == {"out-2", "out-3", "in"}
-    assert remove_expired(store, content, NOW, Limits(max_result_bytes=25)) == 0
+    assert remove_expired(store, content, NOW, limits_of(max_result_bytes=25)) == 0
     store.close()
 
 
@@ -185,7 +185,7 @@ def test_a_content_that_can_not_be_deleted_keeps_no_other(
         db.execute(sa.update(FILES).values(expires_at=NOW))
     monkeypatch.setattr(failpoints, "hook", fail)
     with pytest.raises(OSError, match="the storage fails"):
-        remove_expired(store, content, NOW + 100 * DAY_S, Limits())
+        remove_expired(store, content, NOW + 100 * DAY_S, limits_of())
     assert len(ids_on_disk(content)) == 1
     assert store.batches("anna").items == []
     store.close()
@@ -194,7 +194,7 @@ def test_a_content_that_can_not_be_deleted_keeps_no_other(
 def test_a_batch_goes_with_its_time_and_not_before_its_results(tmp_path: Path) -> None:
     store, content = opened(tmp_path)
     put(store, content, "in", b"x")
-    limits = Limits(retention_s=10 * DAY_S)
+    limits = limits_of(retention_s=10 * DAY_S)
     for id, retention_s in (("short", DAY_S), ("long", 20 * DAY_S), ("open", DAY_S)):
         store.add_batch(batch_of(id, "in", retention_s=retention_s), 9)
     content.append("file-long-out", 0, b"x")
@@ -217,9 +217,9 @@ def test_a_batch_that_ended_after_its_window_is_kept_as_long(tmp_path: Path) -> 
     store.add_batch(batch_of("b", "in"), 1)
     later = NOW + 100 * DAY_S
     store.end("b", "failed", later)
-    remove_expired(store, content, later + 30 * DAY_S - 1, Limits())
+    remove_expired(store, content, later + 30 * DAY_S - 1, limits_of())
     assert [batch.id for batch in store.batches("anna").items] == ["b"]
-    remove_expired(store, content, later + 30 * DAY_S, Limits())
+    remove_expired(store, content, later + 30 * DAY_S, limits_of())
     assert store.batches("anna").items == []
     store.close()
 

@@ -19,7 +19,7 @@ from serve_app.jobs.key_rules import KeyRules
 from serve_app.jobs.storage import adopt_results, delete_noted
 from serve_app.jobs.store import Store
 from tests.serve_app.jobs.engine import Engine
-from tests.serve_app.jobs.helpers import NOW, all_ended, bytes_of, commits
+from tests.serve_app.jobs.helpers import NOW, all_ended, bytes_of, commits, limits_of
 
 OLD = Path(__file__).parent / "version6"
 
@@ -76,7 +76,9 @@ async def test_a_batch_of_version_6_goes_on(where: str, cancelled: bool, tmp_pat
     if cancelled:
         store.move("b", "cancelling", NOW)
     engine = Engine(lambda id: 400 if id in REFUSED else 200)
-    runner = BatchRunner(store, content, engine, KeyRules({"demo"}), clock=lambda: NOW, tick_s=0.01)
+    runner = BatchRunner(
+        store, content, engine, KeyRules({"demo"}, limits_of()), clock=lambda: NOW, tick_s=0.01
+    )
     with commits() as committed:
         async with asyncio.TaskGroup() as group:
             group.create_task(runner.run())

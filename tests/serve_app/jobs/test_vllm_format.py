@@ -8,9 +8,8 @@ from vllm.entrypoints.launchers.run_batch import BatchRequestInput, BatchRequest
 
 from serve_app.api.protocol import JSON
 from serve_app.jobs.intake import validate
-from serve_app.jobs.limits import Limits
 from serve_app.jobs.rows import EXPIRED, Row, answered, unrun
-from tests.serve_app.jobs.helpers import CHAT, row, text_of
+from tests.serve_app.jobs.helpers import CHAT, limits_of, row, text_of
 
 CHAT_BODY: JSON = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
 ANSWER: JSON = {
@@ -35,7 +34,7 @@ def test_a_line_that_run_batch_takes_is_valid_here(url: str, body: JSON, tmp_pat
     assert BatchRequestInput.model_validate(line).custom_id == "request-1"
     path = tmp_path / "in"
     path.write_bytes(text_of(line))
-    found = validate(path, url, {"demo"}, Limits())
+    found = validate(path, url, {"demo"}, limits_of())
     assert (found.total, found.errors) == (1, [])
 
 
