@@ -18,10 +18,11 @@ from serve_app.cli.progress import Progress
 from serve_app.cli.tune_config import RunningConfig, read_config, write_config
 from serve_app.cli.tune_run import Question, TuneRun
 from serve_app.client import base_url
-from serve_app.dataset.errors import DriverError, RowError
+from serve_app.dataset.errors import RowError
 from serve_app.dataset.options import DEFAULT_URL
 from serve_app.dataset.prompts import Prompter
 from serve_app.dataset.readers import open_source
+from serve_app.jobs.errors import RunError
 from serve_app.ledger.call_lengths import CallLengths
 from serve_app.ledger.reading import LedgerError, open_ledger, read
 from serve_app.tuning.generator import Generator
@@ -243,7 +244,7 @@ def tune(
         if plot is not None:
             check_plot()
         prompts = [] if dataset is None else read_prompts(dataset)
-    except (DriverError, PlotError) as error:
+    except (RunError, PlotError) as error:
         raise click.UsageError(
             f"{'--plot' if isinstance(error, PlotError) else '--dataset'}: {error}"
         ) from None
@@ -320,7 +321,7 @@ def read_prompts(dataset: str) -> Sequence[Prompt]:
     """Return the prompts of a dataset, at most 10,000.
 
     Raises:
-        DriverError: It can't be read, or a row has no prompt.
+        RunError: It can't be read, or a row has no prompt.
     """
     prompts: list[Prompt] = []
     prompter: Callable[..., Prompt] | None = None
@@ -333,9 +334,9 @@ def read_prompts(dataset: str) -> Sequence[Prompt]:
                 prompter = Prompter(messages_column="messages" if chat else None).prompt
             prompts.append(prompter(values))
         except RowError as error:
-            raise DriverError(f"{dataset}, row {number}: {error}") from None
+            raise RunError(f"{dataset}, row {number}: {error}") from None
     if not prompts:
-        raise DriverError(f"{dataset}: it has no rows")
+        raise RunError(f"{dataset}: it has no rows")
     return prompts
 
 

@@ -1,13 +1,12 @@
 """Datasets: sends every row through a service, and writes a row for each."""
 
-from serve_app.dataset.errors import DriverError, InputError, OutputError, RowError
+from serve_app.dataset.errors import InputError, OutputError, RowError
 from serve_app.dataset.prompts import Prompter
 from serve_app.dataset.run import run
 from serve_app.jobs.errors import RunError
 from serve_app.jobs.http import HTTPClient
 
 __all__ = [
-    "DriverError",
     "HTTPClient",
     "InputError",
     "OutputError",

@@ -15,9 +15,10 @@ from pydantic_core import from_json, to_json
 
 from serve_app.api.protocol import JSON
 from serve_app.client import base_url
-from serve_app.dataset.errors import CommandError, DriverError, output_error
+from serve_app.dataset.errors import CommandError, output_error
 from serve_app.dataset.output import drafted
 from serve_app.dataset.progress import Shown, eta, open_progress
+from serve_app.jobs.errors import RunError
 from serve_app.jobs.http import answer_of, json_of
 from serve_app.jobs.models import ENDED
 from serve_app.jobs.pacing import RETRYABLE, Backoff
@@ -84,7 +85,7 @@ class APIRun:
         try:
             url = base_url(url)
         except ValueError as error:
-            raise DriverError(f"--url {error}") from None
+            raise RunError(f"--url {error}") from None
         self.output = output or input.with_name(f"{input.stem}.output.jsonl")
         self.errors = self.output.with_name(
             f"{self.output.name.removesuffix('.jsonl').removesuffix('.output')}.errors.jsonl"
@@ -131,7 +132,7 @@ class APIRun:
         """Run to the end; return the batch.
 
         Raises:
-            DriverError: The run can't go on.
+            RunError: The run can't go on.
             KeyboardInterrupt: It was interrupted; the batch goes on.
         """
         try:
@@ -324,7 +325,7 @@ class APIRun:
                     body = json_of(response) or {}
                     if missing := [field for field in fields if field not in body]:
                         # Such as the page of a proxy that asks for a login.
-                        raise DriverError(
+                        raise RunError(
                             f"{what}: {self._http.base_url} answers {response.status_code} without "
                             f"{missing[0]!r}, so it isn't saturate: {response.text.strip()[:100]!r}"
                         )
@@ -332,11 +333,11 @@ class APIRun:
                 answer = answer_of(response)
                 message = message_of(answer)
                 if answer.status not in RETRYABLE:
-                    raise DriverError(f"{what}: {message}")
+                    raise RunError(f"{what}: {message}")
                 retry_after = answer.retry_after_s
             if tried > self._retries and not patient:
                 tries = "1 try" if tried == 1 else f"{tried} tries"
-                raise DriverError(
+                raise RunError(
                     f"gave up after {tries} of the {what}: {message}\n"
                     "When the service is back, run the same command again: it goes on from here"
                 )

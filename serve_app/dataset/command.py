@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from serve_app.dataset.api import APIRun
-from serve_app.dataset.errors import CommandError, DiskError, DriverError
+from serve_app.dataset.errors import CommandError, DiskError
 from serve_app.dataset.formats import numbered
 from serve_app.dataset.options import (
     ARGUMENTS,
@@ -83,14 +83,14 @@ def run_api(options: SimpleNamespace) -> int:
     """Run a file through the batch API of a service; return the exit code.
 
     Raises:
-        DriverError: The run can't go on; one that isn't a mistake of the command has been told.
+        RunError: The run can't go on; one that isn't a mistake of the command has been told.
     """
     run = APIRun.of(options, _api_key(options.api_key_env))
     try:
         batch = run.run()
     except (CommandError, DiskError):
         raise
-    except DriverError as error:
+    except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
@@ -113,7 +113,7 @@ class Session:
         options: The command line.
 
     Raises:
-        DriverError: One of its values can't be used.
+        RunError: One of its values can't be used.
     """
 
     def __init__(self, options: SimpleNamespace) -> None:
@@ -348,5 +348,5 @@ def _api_key(name: str | None) -> str | None:
     if name is None:
         return None
     if not (key := os.environ.get(name)):
-        raise DriverError(f"--api-key-env {name}: no such variable in the environment")
+        raise RunError(f"--api-key-env {name}: no such variable in the environment")
     return key

@@ -6,19 +6,15 @@ from pathlib import Path
 from serve_app.jobs.errors import RunError
 
 
-class DriverError(RunError):
-    """The run can't go on; the message says what to change."""
-
-
-class InputError(DriverError):
+class InputError(RunError):
     """The input can't be read."""
 
 
-class CommandError(DriverError):
+class CommandError(RunError):
     """The command asks for something that the input doesn't have."""
 
 
-class OutputError(DriverError):
+class OutputError(RunError):
     """The output can't be written, or belongs to another run."""
 
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from serve_app.api.protocol import JSON, SamplingFields
 from serve_app.api.scheduling import TIER_PRIORITY
-from serve_app.dataset.errors import DriverError
+from serve_app.jobs.errors import RunError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -396,7 +396,7 @@ def sampling_fields(options: SimpleNamespace) -> JSON:
     """Return the sampling fields that were given.
 
     Raises:
-        DriverError: A value is out of range.
+        RunError: A value is out of range.
     """
     given = {name: getattr(options, name) for name in SAMPLING} | {"stop": list(options.stop) or None}
     given = {name: value for name, value in given.items() if value is not None}
@@ -405,4 +405,4 @@ def sampling_fields(options: SimpleNamespace) -> JSON:
     except ValidationError as error:
         item = error.errors(include_url=False)[0]
         name = str(item["loc"][0]).replace("_", "-")
-        raise DriverError(f"--{name}: {item['msg']}, not {item['input']!r}") from None
+        raise RunError(f"--{name}: {item['msg']}, not {item['input']!r}") from None

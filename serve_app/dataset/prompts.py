@@ -8,7 +8,8 @@ from typing import Any
 from pydantic_core import from_json
 
 from serve_app.api.protocol import JSON
-from serve_app.dataset.errors import DriverError, MissingColumnError, RowError, extra
+from serve_app.dataset.errors import MissingColumnError, RowError, extra
+from serve_app.jobs.errors import RunError
 
 Prompt = str | list[JSON]
 """A text to complete, or the messages of a chat."""
@@ -28,7 +29,7 @@ class Prompter:
         chat: Whether prompts are lists of messages.
 
     Raises:
-        DriverError: The template is invalid, or the arguments contradict each other.
+        RunError: The template is invalid, or the arguments contradict each other.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Prompter:
         messages_column: str | None = None,
     ) -> None:
         if messages_column and (template or system):
-            raise DriverError(
+            raise RunError(
                 "--messages-column holds whole chats: leave --template and --system out, or put what they "
                 "say into the messages"
             )
@@ -137,7 +138,7 @@ def read_template(text: str) -> str:
     """Return the template of the option `--template`: the text itself, or the content of `@FILE`.
 
     Raises:
-        DriverError: The file can't be read.
+        RunError: The file can't be read.
     """
     if not text.startswith("@"):
         return text
@@ -145,7 +146,7 @@ def read_template(text: str) -> str:
         return Path(text[1:]).read_text()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise DriverError(f"--template {text}: {reason}") from None
+        raise RunError(f"--template {text}: {reason}") from None
 
 
 def _compile(template: str) -> Any:
@@ -153,7 +154,7 @@ def _compile(template: str) -> Any:
         import jinja2
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError:
-        raise DriverError(f"--template needs {extra('driver')}") from None
+        raise RunError(f"--template needs {extra('driver')}") from None
     # By default Jinja renders an unknown column as nothing, which would hide the error.
     environment = ImmutableSandboxedEnvironment(
         undefined=jinja2.StrictUndefined, keep_trailing_newline=True, finalize=_shown
@@ -161,4 +162,4 @@ def _compile(template: str) -> Any:
     try:
         return environment.from_string(template)
     except jinja2.TemplateSyntaxError as error:
-        raise DriverError(f"--template, line {error.lineno}: {error.message}") from None
+        raise RunError(f"--template, line {error.lineno}: {error.message}") from None

@@ -6,11 +6,11 @@ from typing import Any
 from pydantic_core import from_json
 
 from serve_app.api.scheduling import ServiceTier
-from serve_app.dataset.errors import DriverError
 from serve_app.dataset.formats import numbered
 from serve_app.dataset.output import result_columns
 from serve_app.dataset.prompts import Prompter
 from serve_app.dataset.run import Drive
+from serve_app.jobs.errors import RunError
 from serve_app.jobs.handle import HandleClient
 from serve_app.jobs.rows import Result
 
@@ -67,7 +67,7 @@ class Generate:
             batch = BlockAccessor.for_block(BlockAccessor.batch_to_block(batch)).to_arrow()
         for field, name, _ in self._columns:
             if name in batch.column_names:
-                raise DriverError(
+                raise RunError(
                     f"the dataset has a column {name!r} already: give this stage's another name, as in "
                     f'columns={{"{field}": "my_{field}"}}, or drop that of the dataset'
                 )
@@ -101,10 +101,10 @@ def _added(columns: Mapping[str, str] | None) -> list[tuple[str, str, Any]]:
     kinds = dict(result_columns())
     names = {field: field for field in kinds} if columns is None else dict(columns)
     if unknown := sorted(names.keys() - kinds.keys()):
-        raise DriverError(f"columns: there is no {unknown[0]!r} to add; there are {', '.join(kinds)}")
+        raise RunError(f"columns: there is no {unknown[0]!r} to add; there are {', '.join(kinds)}")
     for field, name in names.items():
         if not isinstance(name, str) or not name:
-            raise DriverError(f"columns: the name of {field!r} must be text, not {name!r}")
+            raise RunError(f"columns: the name of {field!r} must be text, not {name!r}")
         if list(names.values()).count(name) > 1:
-            raise DriverError(f"columns: two columns have the name {name!r}")
+            raise RunError(f"columns: two columns have the name {name!r}")
     return [(field, name, kinds[field]) for field, name in names.items()]

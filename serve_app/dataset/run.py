@@ -19,7 +19,7 @@ from pydantic_core import from_json, to_json
 
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import TIER_PRIORITY, Scheduling, ServiceTier
-from serve_app.dataset.errors import CommandError, DriverError, MissingColumnError, OutputError, RowError
+from serve_app.dataset.errors import CommandError, MissingColumnError, OutputError, RowError
 from serve_app.dataset.formats import Row as InputRow
 from serve_app.dataset.formats import numbered
 from serve_app.dataset.prompts import Prompter
@@ -36,7 +36,7 @@ from serve_app.system.waiting import wait_for_event
 
 ENDPOINT = "/generate"
 
-WINDOW_ROWS, WINDOW_BYTES = 10_000, 32 << 20
+WINDOW_ROWS, WINDOW_BYTES = 50_000, 128 << 20
 """Bounds of the rows that are read ahead, and put in order together."""
 
 FIRST_S = 0.3
@@ -163,7 +163,7 @@ class ReadAhead:
         """Return the rows that are here, and make room for others.
 
         Raises:
-            DriverError: The input can't be read on; all rows before that were taken.
+            RunError: The input can't be read on; all rows before that were taken.
         """
         with self._room:
             items = [item for item, _ in self._items]
@@ -248,7 +248,7 @@ class DatasetRun(Run):
         """Return the row of the output.
 
         Raises:
-            DriverError: The service refuses all rows.
+            RunError: The service refuses all rows.
         """
         id = from_json(row.text)[0]
         if answer.status != 200:
@@ -257,7 +257,7 @@ class DatasetRun(Run):
             message = str(error.get("message", f"status {answer.status}"))
             own = answer.status == 413 or str(error.get("param") or "").startswith(self._field)
             if not (own or answer.final or answer.status in RETRYABLE):
-                raise DriverError(f"the service refuses this run: {message}")
+                raise RunError(f"the service refuses this run: {message}")
             return _failed(row.line, id, str(error.get("type", "internal_error")), message, tries)
         result, detail = (_only(answer.body.get(name)) for name in ("results", "details"))
         if result is None or detail is None:
@@ -331,6 +331,7 @@ class Drive:
         limit: Number of rows to take, from the beginning.
         backoff: Waits between tries.
         observed: Whether the statistics of the service are read.
+        gather_s: Seconds for which results are gathered, to be recorded together.
 
     Attributes:
         stats: Statistics of the run.
@@ -355,9 +356,11 @@ class Drive:
         limit: int | None = None,
         backoff: Backoff | None = None,
         observed: bool = True,
+        gather_s: float = GATHER_S,
     ) -> None:
         self.stats = RunStats()
         self._observed = observed
+        self._gather_s = gather_s
         self.concurrency: Concurrency = (
             Auto(first=4 * chunk, most=max(MOST_ROWS, 4 * chunk))
             if concurrency == "auto"
@@ -422,7 +425,7 @@ class Drive:
                 retries=self._retries,
                 patient=False,
                 row_timeout_s=None,
-                gather_s=GATHER_S,
+                gather_s=self._gather_s,
                 changed=self._changed.set,
             ) as runner:
                 await self._loop(runner, run, self._reading)
@@ -431,7 +434,7 @@ class Drive:
             self._reading.close()
         if run.failure is not None:
             if isinstance(run.failure, GaveUpError):
-                raise DriverError(
+                raise RunError(
                     f"{run.failure}\n"
                     "When the service is back, run the same command again: it goes on from here"
                 )

@@ -191,13 +191,14 @@ def file_object(file: File) -> JSON:
 
 
 def batch_object(batch: Batch, warning: str | None = None) -> JSON:
-    """Return a batch as JSON. The ids of its result files are there once it has ended.
+    """Return a batch as JSON. The ids of its result files are there once they get no more rows.
 
     Args:
         batch: The batch.
         warning: A message for `warnings`, a field that OpenAI's API doesn't have.
     """
     ended = batch.state in ENDED
+    finalizing = batch.state == "finalizing"
     errors = {"object": "list", "data": list(batch.errors)} if batch.errors else None
     return {
         "id": batch.id,
@@ -208,7 +209,7 @@ def batch_object(batch: Batch, warning: str | None = None) -> JSON:
         "input_file_id": batch.input_file,
         "completion_window": batch.completion_window,
         "status": batch.state,
-        "output_file_id": batch.output_file if ended and batch.output_bytes else None,
+        "output_file_id": batch.output_file if (ended or finalizing) and batch.output_bytes else None,
         "error_file_id": batch.error_file if ended and batch.error_bytes else None,
         **{name: getattr(batch, name) for name in TIMES},
         "request_counts": {"total": batch.total, "completed": batch.completed, "failed": batch.failed},

@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Literal, ParamSpec, TypeVar
 from uuid import uuid4
@@ -25,6 +26,7 @@ from serve_app.api.scheduling import Scheduling, SchedulingFields, scheduling_of
 from serve_app.ingress.body import small_body
 from serve_app.jobs.content import Contents
 from serve_app.jobs.errors import (
+    ContentLostError,
     DatabaseError,
     FencedError,
     InUseError,
@@ -44,7 +46,7 @@ from serve_app.jobs.models import (
     list_object,
 )
 from serve_app.jobs.pacing import Clock
-from serve_app.jobs.storage import add_file, delete_contents, whole
+from serve_app.jobs.storage import add_file, delete_contents
 from serve_app.jobs.store import Store
 from serve_app.settings.batches import DAY_S, BatchesSettings
 
@@ -250,15 +252,22 @@ class BatchAPI:
 
     async def _read_file(self, request: Request) -> Response:
         file = await self._file(request)
-        path = self._content.path(file.id)
-        if not await self._run(whole, self._content, file):
-            message = f"The content of the file {file.id!r} got lost on the server's disk"
-            raise RequestError(500, "internal_error", message)
         kind = "application/octet-stream"
-        if isinstance(path, Path):
+        size = await self._run(self._content.size, file.id)
+        path = self._content.path(file.id)
+        if size == file.bytes and isinstance(path, Path):
             return _StoredFile(path, media_type=kind)
         pieces = self._content.pieces(file.id, file.bytes)
-        return StreamingResponse(pieces, media_type=kind, headers={"content-length": str(file.bytes)})
+        try:
+            # Results may be in parts still. What is lost is told before the answer begins.
+            first = await self._run(next, pieces, b"") if size in (None, file.bytes) else b""
+        except (ContentLostError, FileNotFoundError):
+            first = b""
+        if file.bytes and not first:
+            message = f"The content of the file {file.id!r} got lost on the server's disk"
+            raise RequestError(500, "internal_error", message)
+        whole = chain([first], pieces)
+        return StreamingResponse(whole, media_type=kind, headers={"content-length": str(file.bytes)})
 
     async def _delete_file(self, request: Request) -> Response:
         id = request.path_params["id"]
@@ -267,7 +276,7 @@ class BatchAPI:
         except NotFoundError:
             raise _no("file", id) from None
         except InUseError:
-            message = f"The file {id!r} is the input of a batch that has not ended; cancel that first"
+            message = f"The file {id!r} belongs to a batch that has not ended; cancel that first"
             raise _conflict(message) from None
         await self._run(self._delete_contents, [id])
         return JSONResponse({"id": id, "object": "file", "deleted": True})

@@ -202,7 +202,7 @@ def close(store: Store, content: Contents, batch: Batch, now: int) -> None:
 
 
 def give_up(store: Store, content: Contents, id: str, reason: str, now: int) -> None:
-    """End a batch of which a content is gone. Its results until then are kept, see `whole` too.
+    """End a batch of which a content is gone. Its results until then are kept.
 
     Args:
         store: The state.
@@ -224,17 +224,3 @@ def give_up(store: Store, content: Contents, id: str, reason: str, now: int) -> 
         with suppress(ContentLostError):
             content.seal(file, size)
     content.remove(plan_id(id))
-
-
-def whole(content: Contents, file: File) -> bool:
-    """Return whether the content of a file is there as a whole.
-
-    Results are sealed now if that failed when their batch was given up.
-
-    Raises:
-        OSError: The storage fails.
-    """
-    if file.purpose != "batch" and content.size(file.id) is None:
-        with suppress(ContentLostError):
-            content.seal(file.id, file.bytes)
-    return content.size(file.id) == file.bytes

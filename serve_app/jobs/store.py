@@ -32,6 +32,11 @@ OPEN = [state for state in STATES if state not in ENDED]
 
 IS_OPEN = BATCHES.c.state.in_(OPEN)
 
+NOT_IN_USE = sa.and_(
+    *(FILES.c.id.not_in(sa.select(BATCHES.c[name]).where(IS_OPEN)) for name in ("input_file", "output_file"))
+)
+"""Files that no open batch has."""
+
 EPOCH = sa.select(OWNER.c.epoch)
 EPOCH_KEPT = EPOCH.with_for_update(read=True)
 """The epoch, which no other process changes until the end of the transaction."""
@@ -192,9 +197,10 @@ class Store:
 
         Raises:
             NotFoundError: The tenant has no such file.
-            InUseError: An open batch reads it.
+            InUseError: It is the input or the output of an open batch.
         """
-        reading = sa.select(sa.literal(1)).where(BATCHES.c.input_file == id, IS_OPEN)
+        own = sa.or_(BATCHES.c.input_file == id, BATCHES.c.output_file == id)
+        reading = sa.select(sa.literal(1)).where(own, IS_OPEN)
         with self._transaction() as db:
             if not db.execute(sa.delete(FILES).where(FILES.c.id == id, FILES.c.tenant == tenant)).rowcount:
                 raise NotFoundError(id)
@@ -203,13 +209,12 @@ class Store:
             _note(db, [id])
 
     def remove_expired(self, now: int) -> list[str]:
-        """Forget the files whose time is over, but for those that open batches read, and note their contents.
+        """Forget the files whose time is over, but for the files of open batches, and note their contents.
 
         Returns:
             Their ids.
         """
-        read = sa.select(BATCHES.c.input_file).where(IS_OPEN)
-        remove = sa.delete(FILES).where(FILES.c.expires_at <= now, FILES.c.id.not_in(read))
+        remove = sa.delete(FILES).where(FILES.c.expires_at <= now, NOT_IN_USE)
         with self._transaction() as db:
             return _note(db, db.execute(remove.returning(FILES.c.id)).scalars().all())
 
@@ -220,7 +225,7 @@ class Store:
             Their ids.
         """
         over = sa.select(RESULTS.c.id).where(RESULTS.c.together > most_bytes)
-        remove = sa.delete(FILES).where(FILES.c.id.in_(over)).returning(FILES.c.id)
+        remove = sa.delete(FILES).where(FILES.c.id.in_(over), NOT_IN_USE).returning(FILES.c.id)
         with self._transaction() as db:
             return _note(db, db.execute(remove).scalars().all())
 
@@ -321,7 +326,7 @@ class Store:
             for one in hours
         ]
         with self._transaction() as db:
-            add: Any = (postgresql if db.dialect.name == "postgresql" else sqlite).insert(CAPACITY)
+            add = _insert(db, CAPACITY)
             changed = {name: add.excluded[name] for name in ("work", "seconds", "at", "error")}
             if values:
                 db.execute(add.on_conflict_do_update(index_elements=["model", "hour"], set_=changed), values)
@@ -363,6 +368,8 @@ class Store:
     ) -> Batch:
         """Bring a batch into another state, which isn't one of the last ones; return it.
 
+        The output of a batch that is finalizing gets no more rows: it becomes a file of the tenant.
+
         Args:
             id: The batch.
             to: The state.
@@ -381,7 +388,9 @@ class Store:
         if errors:
             changes["errors"] = list(errors)
         with self._transaction() as db:
-            _change_state(db, id, to, now, changes)
+            batch = _change_state(db, id, to, now, changes)
+            if to == "finalizing":
+                _add_results(db, batch, now, ("output",))
         return self.batch(id)
 
     def end(self, id: str, to: State, now: int, errors: Sequence[JSON] = ()) -> None:
@@ -398,21 +407,7 @@ class Store:
         """
         with self._transaction() as db:
             batch = _change_state(db, id, to, now, {"errors": list(errors)})
-            for file_id, kind, size in (
-                (batch.output_file, "output", batch.output_bytes),
-                (batch.error_file, "error", batch.error_bytes),
-            ):
-                if size:
-                    file = File(
-                        id=file_id,
-                        tenant=batch.tenant,
-                        filename=f"{id}_{kind}.jsonl",
-                        purpose="batch_output",
-                        bytes=size,
-                        created_at=now,
-                        expires_at=now + batch.retention_s,
-                    )
-                    db.execute(sa.insert(FILES), _values(file))
+            _add_results(db, batch, now, ("output", "error"))
             db.execute(sa.delete(FINISHED).where(FINISHED.c.batch == id))
 
     def batch_to_write(self, id: str) -> Batch:
@@ -529,6 +524,22 @@ def _change_state(db: Connection, id: str, to: State, now: int, changes: dict[st
     return batch
 
 
+def _add_results(db: Connection, batch: Batch, now: int, kinds: Sequence[str]) -> None:
+    """Make results of a batch files of its tenant, unless they are files already."""
+    for kind in kinds:
+        if size := getattr(batch, f"{kind}_bytes"):
+            file = File(
+                id=getattr(batch, f"{kind}_file"),
+                tenant=batch.tenant,
+                filename=f"{batch.id}_{kind}.jsonl",
+                purpose="batch_output",
+                bytes=size,
+                created_at=now,
+                expires_at=now + batch.retention_s,
+            )
+            db.execute(_insert(db, FILES).on_conflict_do_nothing(), _values(file))
+
+
 def _remove_oldest(db: Connection, tenant: str, number: int) -> list[str]:
     """Forget some of the oldest ended batches of a tenant; return their files."""
     oldest = sa.select(BATCHES.c.number).where(BATCHES.c.tenant == tenant, sa.not_(IS_OPEN))
@@ -545,9 +556,13 @@ def _remove_oldest(db: Connection, tenant: str, number: int) -> list[str]:
 def _note(db: Connection, ids: Sequence[str]) -> list[str]:
     """Note contents that have no file, and return their ids."""
     if ids:
-        add: Any = (postgresql if db.dialect.name == "postgresql" else sqlite).insert(WITHOUT_FILE)
-        db.execute(add.on_conflict_do_nothing(), [{"id": id} for id in ids])
+        db.execute(_insert(db, WITHOUT_FILE).on_conflict_do_nothing(), [{"id": id} for id in ids])
     return list(ids)
+
+
+def _insert(db: Connection, table: sa.Table) -> Any:
+    """Return an insertion that may say what to do about a row that is there."""
+    return (postgresql if db.dialect.name == "postgresql" else sqlite).insert(table)
 
 
 def _values(item: File | Batch | Hour) -> dict[str, Any]:

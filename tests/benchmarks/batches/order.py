@@ -1,7 +1,8 @@
 """Rows that share prefixes, in two orders: python -m tests.benchmarks.batches.order --help.
 
-The runner of the batches sends the rows of a batch to vLLM's real scheduler on a simulated device, in virtual
-time: no HTTP, no service. The orders are those of the input, which is random, and of the batch's plan.
+The runner sends the rows of a batch to vLLM's real scheduler on a simulated device, in virtual time: no HTTP,
+no service. The orders are those of the input, which is random, and of the batch's plan. The same rows are
+sent as a dataset too, as `saturate batch` does.
 """
 
 import argparse
@@ -19,6 +20,9 @@ from pydantic_core import to_json
 from serve_app.api.facts import inspect
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
+from serve_app.dataset.formats import numbered
+from serve_app.dataset.prompts import Prompter
+from serve_app.dataset.run import Drive
 from serve_app.ingress.replica_choice import ReplicaChoice, ReplicaState
 from serve_app.jobs.batches import BatchRunner
 from serve_app.jobs.content import Content, Contents, Disk
@@ -27,7 +31,7 @@ from serve_app.jobs.key_rules import KeyRules
 from serve_app.jobs.models import Batch, File
 from serve_app.jobs.pacing import EngineLoad, Fixed
 from serve_app.jobs.plan import Plan
-from serve_app.jobs.rows import Answer
+from serve_app.jobs.rows import Answer, Result
 from serve_app.jobs.storage import add_file
 from serve_app.jobs.store import Store
 from serve_app.settings.ingress import IngressSettings
@@ -40,7 +44,7 @@ from tests.serve_app.simulation.virtual_engine import LiveFirstEngine, VirtualEn
 
 RESULTS = report.RESULTS / "batches-order.json"
 DEVICE = "measured-h100"
-CHAT = "/v1/chat/completions"
+CHAT, GENERATE = "/v1/chat/completions", "/generate"
 OWN_TOKENS = 64
 """Tokens of a prompt behind its prefix."""
 
@@ -73,19 +77,23 @@ class Load:
     kv_tokens: int = DEVICES[DEVICE].kv_tokens
 
     def lines(self) -> Iterator[bytes]:
-        """Yield the lines of the input. A token is a number of three digits and a space."""
+        """Yield the lines of the input."""
+        for number, body in enumerate(self.bodies()):
+            row = {"custom_id": str(number), "method": "POST", "url": CHAT, "body": body}
+            yield to_json(row) + b"\n"
+
+    def bodies(self) -> Iterator[JSON]:
+        """Yield the calls. A token is a number of three digits and a space."""
         draw = random.Random(self.seed)
         template = _words(draw, self.template)
         shared = [_words(draw, draw.randint(*LENGTHS)) for _ in range(self.prefixes)]
-        for number in range(self.rows):
+        for _ in range(self.rows):
             prefix = draw.choice(shared) if shared else _words(draw, draw.randint(*LENGTHS))
             messages = [
                 {"role": "system", "content": template + prefix},
                 {"role": "user", "content": _words(draw, OWN_TOKENS)},
             ]
-            body = {"model": "demo", "messages": messages, "max_tokens": draw.randint(*OUTPUTS)}
-            row = {"custom_id": str(number), "method": "POST", "url": CHAT, "body": body}
-            yield to_json(row) + b"\n"
+            yield {"model": "demo", "messages": messages, "max_tokens": draw.randint(*OUTPUTS)}
 
 
 def _words(draw: random.Random, tokens: int) -> str:
@@ -118,6 +126,8 @@ class VirtualEngines:
         self._answers: dict[str, asyncio.Future[None]] = {}
         self._sent = asyncio.Event()
         self._limits = IngressSettings()
+        # The calls of a dataset share one bound on the answer.
+        self._outputs = {row["messages"][-1]["content"]: row["max_tokens"] for row in load.bodies()}
 
     async def send(
         self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
@@ -132,14 +142,16 @@ class VirtualEngines:
         engine = self._engines[replica]
         if not engine.busy:
             engine.time.now = max(engine.time.now, self.now)
-        prompt = [int(word) for message in body["messages"] for word in message["content"].split()]
-        engine.add(name, prompt, body["max_tokens"], priority=1)
+        messages = body["messages"][0] if endpoint == GENERATE else body["messages"]
+        prompt = [int(word) for message in messages for word in message["content"].split()]
+        engine.add(name, prompt, body.get("max_tokens") or self._outputs[messages[-1]["content"]], priority=1)
         self._answers[name] = asyncio.get_running_loop().create_future()
         self._sent.set()
         await self._answers[name]
         self._choice.loads.end(name, replica)
         self.cached += engine.cached[name]
-        return Answer(200, {})
+        detail = {"finish_reason": "length", "prompt_tokens": len(prompt), "completion_tokens": 1}
+        return Answer(200, {"results": [""], "details": [detail]} if endpoint == GENERATE else {})
 
     async def refresh(self) -> None:
         """Do nothing: the models stay the same."""
@@ -151,6 +163,13 @@ class VirtualEngines:
     async def load(self, base: str | None) -> EngineLoad | None:
         """Return nothing: the limit on rows is fixed."""
         return None
+
+    async def replicas(self) -> list[JSON] | None:
+        """Return nothing: the limit on rows is fixed."""
+        return None
+
+    async def close(self) -> None:
+        """Do nothing."""
 
     async def run(self) -> None:
         """Run until all rows have their answers."""
@@ -192,6 +211,28 @@ async def run_batch(load: Load, replicas: int, planned: bool) -> tuple[float, fl
             runner.stop()
             await running
         store.close()
+        return load.rows / max(engine.time.now for engine in engines), client.cached / load.rows
+
+
+async def run_dataset(load: Load, replicas: int) -> tuple[float, float]:
+    """Run the same rows as a dataset; return its rows per second, and the cached tokens of a row."""
+    with _engines(replicas, load.kv_tokens) as engines:
+        client = VirtualEngines(engines, load)
+        rows: list[Result] = []
+        drive = Drive(
+            numbered(load.bodies()),
+            Prompter(messages_column="messages"),
+            client,
+            {},
+            rows.extend,
+            concurrency=load.in_flight * replicas,
+            observed=False,
+            gather_s=0.0,
+        )
+        async with asyncio.TaskGroup() as group:
+            group.create_task(drive.run())
+            await client.run()
+        assert len(rows) == load.rows
         return load.rows / max(engine.time.now for engine in engines), client.cached / load.rows
 
 
@@ -259,8 +300,10 @@ def compare(load: Load, replicas: int) -> list[Row]:
     for name, planned in (("the order of the input", False), ("the order of the plan", True)):
         progress(f"{load.rows} rows, {load.prefixes} prefixes, {replicas} replicas: {name}")
         found[name] = asyncio.run(run_batch(load, replicas, planned))
+    progress(f"{load.rows} rows, {load.prefixes} prefixes, {replicas} replicas: a dataset")
+    found["a dataset"] = asyncio.run(run_dataset(load, replicas))
     progress("")
-    (rate, _), (planned_rate, _) = found.values()
+    (rate, _), (planned_rate, _), (dataset_rate, _) = found.values()
     kind = f"{load.prefixes or 'no'} shared prefixes, replicas: {replicas}"
     least = LEAST if load.prefixes else LEAST_APART
     return [
@@ -270,6 +313,7 @@ def compare(load: Load, replicas: int) -> list[Row]:
             for name, (_, cached) in found.items()
         ),
         Row(f"{kind}: the plan, of the order of the input", "x", [planned_rate / rate], at_least=least),
+        Row(f"{kind}: a dataset, of the order of the input", "x", [dataset_rate / rate], at_least=least),
     ]
 
 

@@ -12,7 +12,8 @@ import pytest
 
 from serve_app.dataset.api import RUN, APIRun
 from serve_app.dataset.command import main
-from serve_app.dataset.errors import CommandError, DriverError
+from serve_app.dataset.errors import CommandError
+from serve_app.jobs.errors import RunError
 from tests.serve_app.dataset.batch_site import batch_site
 from tests.serve_app.jobs.helpers import row, text_of
 
@@ -161,13 +162,13 @@ def test_a_service_that_comes_back_is_waited_for(url: str, requests: Path) -> No
 
 def test_a_service_that_stays_away_is_given_up(url: str, requests: Path) -> None:
     calls = Calls(lambda _, count: "before")
-    with pytest.raises(DriverError, match=r"gave up after 3 tries of the upload.*refused"):
+    with pytest.raises(RunError, match=r"gave up after 3 tries of the upload.*refused"):
         run_of(requests, url, calls, retries=2).run()
 
 
 def test_a_refusal_is_not_repeated(url: str, requests: Path) -> None:
     calls = Calls(lambda _, count: 401)
-    with pytest.raises(DriverError, match="upload: not now"):
+    with pytest.raises(RunError, match="upload: not now"):
         run_of(requests, url, calls).run()
     assert calls.made == [("POST", "/v1/files")]
 
@@ -209,7 +210,7 @@ def test_a_list_of_something_else_is_no_batch(url: str, requests: Path, path: st
     if isinstance(body, dict):
         assert run.run()["status"] == "completed"
     else:
-        with pytest.raises(DriverError, match=r"list: .* answers 200 without 'data'"):
+        with pytest.raises(RunError, match=r"list: .* answers 200 without 'data'"):
             run.run()
 
 
@@ -243,6 +244,6 @@ def test_a_download_that_breaks_off_leaves_no_half_file(url: str, requests: Path
         return 500 if request.url.path.endswith("/content") else None
 
     run = run_of(requests, url, Calls(broken), retries=1)
-    with pytest.raises(DriverError, match="gave up after 2 tries of the download"):
+    with pytest.raises(RunError, match="gave up after 2 tries of the download"):
         run.run()
     assert not run.output.exists()

@@ -9,7 +9,6 @@ import pytest
 
 from serve_app.api.protocol import SamplingFields
 from serve_app.dataset.command import main
-from serve_app.dataset.errors import DriverError
 from serve_app.dataset.options import (
     ARGUMENTS,
     DEFAULT_URL,
@@ -19,6 +18,7 @@ from serve_app.dataset.options import (
     chosen,
     sampling_fields,
 )
+from serve_app.jobs.errors import RunError
 
 OPTIONS = list(chain.from_iterable(GROUPS.values()))
 TEXTS = [option.opts[0] for option in OPTIONS if isinstance(option.type, click.types.StringParamType)]
@@ -197,6 +197,6 @@ def test_a_sampling_option_is_a_field_of_the_api() -> None:
 def test_a_sampling_value_out_of_range_is_told_with_its_option(
     option: str, values: list[str], message: str
 ) -> None:
-    with pytest.raises(DriverError) as caught:
+    with pytest.raises(RunError) as caught:
         sampling_fields(options(*chain.from_iterable((option, value) for value in values)))
     assert str(caught.value).startswith(message)

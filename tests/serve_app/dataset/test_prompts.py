@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.dataset.errors import DriverError, RowError
+from serve_app.dataset.errors import RowError
 from serve_app.dataset.prompts import Prompter, read_template
+from serve_app.jobs.errors import RunError
 
 ROW = {"prompt": "hi", "name": "Ada", "n": 2, "a b": "c", "messages": [{"role": "user", "content": "x"}]}
 
@@ -57,9 +58,9 @@ def test_a_chat_that_is_no_json_fails_its_row(value: object) -> None:
 
 
 def test_an_invalid_template_or_contradicting_arguments_are_errors() -> None:
-    with pytest.raises(DriverError, match="--template, line 1"):
+    with pytest.raises(RunError, match="--template, line 1"):
         Prompter(template="{{ name")
-    with pytest.raises(DriverError, match="leave --template and --system out"):
+    with pytest.raises(RunError, match="leave --template and --system out"):
         Prompter(messages_column="m", system="x")
 
 
@@ -67,7 +68,7 @@ def test_a_template_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "t.jinja").write_text("{{ a }}")
     assert read_template(f"@{tmp_path}/t.jinja") == "{{ a }}"
     assert read_template("{{ b }}") == "{{ b }}"
-    with pytest.raises(DriverError, match="No such file"):
+    with pytest.raises(RunError, match="No such file"):
         read_template("@nowhere")
 
 

@@ -7,7 +7,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from serve_app.dataset.errors import DriverError
 from serve_app.dataset.ray_data import Generate
 from serve_app.jobs.errors import RunError
 from tests.progress import STILL_S
@@ -51,7 +50,7 @@ async def test_a_name_that_the_input_has_is_told_before_a_row_is_sent(name: str,
     stage = Generate("llm", "demo")
     batch = pa.table({"prompt": ["a"], name: [1]})
     async with asyncio.timeout(LIMIT_S):
-        with pytest.raises(DriverError, match=f"the dataset has a column '{name}' already: .*my_{name}"):
+        with pytest.raises(RunError, match=f"the dataset has a column '{name}' already: .*my_{name}"):
             _ = [table async for table in stage(batch)]
     assert handle.bodies == []
     stage = Generate("llm", "demo", columns={name: f"my_{name}"})
@@ -67,7 +66,7 @@ async def test_a_name_that_the_input_has_is_told_before_a_row_is_sent(name: str,
     ],
 )
 def test_wrong_columns_are_refused_at_once(columns: dict[str, str], message: str, handle: Handle) -> None:
-    with pytest.raises(DriverError, match=message):
+    with pytest.raises(RunError, match=message):
         Generate("llm", "demo", columns=columns)
 
 

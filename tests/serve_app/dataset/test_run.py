@@ -12,9 +12,10 @@ from pydantic_core import from_json
 from starlette.responses import PlainTextResponse, Response
 
 from serve_app.api.protocol import JSON
-from serve_app.dataset import DriverError, HTTPClient, Prompter, run
+from serve_app.dataset import HTTPClient, Prompter, run
 from serve_app.dataset.formats import numbered
 from serve_app.dataset.run import Drive
+from serve_app.jobs.errors import RunError
 from serve_app.jobs.pacing import Auto, Backoff
 from serve_app.jobs.rows import Result
 from tests.progress import STILL_S
@@ -166,7 +167,7 @@ async def test_a_service_that_is_gone_ends_the_run() -> None:
     service = FakeService()
     service.trouble = lambda body: failure(503) if len(service.calls) > 3 else None
     sent = Sent(service, PROMPTS, concurrency=1, retries=2)
-    with pytest.raises(DriverError, match="run the same command again"):
+    with pytest.raises(RunError, match="run the same command again"):
         await sent.drive.run()
     assert [row["row"] for row in sent.rows] == list(range(15))
     assert not any(row["error"] for row in sent.rows)
@@ -177,7 +178,7 @@ async def test_an_outage_is_not_taken_for_an_error_of_rows() -> None:
     # The first call fails before the second is served; from then on none is.
     service.trouble = lambda body: None if texts(body) == PROMPTS[5:10] else failure(503)
     sent = Sent(service, PROMPTS, concurrency=2, retries=10)
-    with pytest.raises(DriverError, match="gave up after 11 tries of a row"):
+    with pytest.raises(RunError, match="gave up after 11 tries of a row"):
         await sent.drive.run()
     assert [row["row"] for row in sent.rows] == [5, 6, 7, 8, 9]
     assert not any(row["error"] for row in sent.rows)
@@ -204,7 +205,7 @@ async def test_a_full_queue_is_waited_out_however_long() -> None:
 async def test_a_run_that_the_service_refuses_ends_at_once(status: int) -> None:
     service = FakeService()
     service.trouble = lambda body: failure(status, "invalid_request_error", "max_tokens")
-    with pytest.raises(DriverError, match=f"the service refuses this run: failed with {status}"):
+    with pytest.raises(RunError, match=f"the service refuses this run: failed with {status}"):
         await send(service, PROMPTS, concurrency=1)
     assert len(service.calls) == 1
 

@@ -23,7 +23,6 @@ from serve_app.jobs.storage import (
     give_up,
     record,
     remove_expired,
-    whole,
 )
 from tests.serve_app.jobs.helpers import (
     DAY_S,
@@ -329,11 +328,7 @@ def test_results_of_a_batch_that_was_given_up_while_the_disk_failed_are_read(
     monkeypatch.setattr(failpoints, "hook", None)
     file = store.file("anna", "file-b-out")
     assert content.size(file.id) is None
-    assert whole(content, file)
-    assert content.path(file.id).read_bytes() == output
-    content.path(file.id).unlink()
-    assert not whole(content, file)
-    assert not whole(content, replace(file, id="in", purpose="batch"))
+    assert bytes_of(content, file.id, file.bytes) == output
     store.close()
 
 

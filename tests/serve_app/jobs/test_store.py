@@ -185,9 +185,14 @@ def test_the_results_of_a_batch_that_ended_are_files(store: Store) -> None:
     store.finish(before, [1], Counts(1, 0, 0, 10, 0))
     store.move("b", "finalizing", NOW)
     assert {"file-b-out", "file-b-err"} <= store.contents()
-    store.end("b", "completed", NOW + 5)
+    # The output gets no more rows, and stays as long as the batch needs it.
     file = store.file("anna", "file-b-out")
-    assert (file.bytes, file.purpose, file.expires_at) == (10, "batch_output", NOW + 5 + DAY_S)
+    assert (file.bytes, file.purpose, file.expires_at) == (10, "batch_output", NOW + DAY_S)
+    with pytest.raises(InUseError):
+        store.remove_file("anna", "file-b-out")
+    assert store.remove_expired(NOW + 9 * DAY_S) == store.remove_excess(0) == []
+    store.end("b", "completed", NOW + 5)
+    assert store.file("anna", "file-b-out") == file
     assert store.contents() == {"in", "file-b-out"}
     assert store.finished("b", 1, 1) == set()
 
