@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -34,7 +34,9 @@ from serve_app.jobs.errors import RunError
 from serve_app.jobs.http import HTTPClient
 from serve_app.system.command_line import INTERRUPTED, USAGE, run
 from serve_app.telemetry import catalogue
-from serve_app.telemetry.meters import Meters
+
+if TYPE_CHECKING:
+    from serve_app.telemetry.meters import Meters
 
 FAILED, SOME_FAILED, DISK_FAILED = 1, 3, 4
 """Exit codes, beside 0, `USAGE` and `INTERRUPTED`."""
@@ -309,7 +311,10 @@ def _metrics(options: SimpleNamespace) -> Callable[[RunStats], None]:
     """Return the function that reports progress to the metrics of the cluster, if this runs in one."""
     if not options.app:
         return lambda stats: None
-    return RunMetrics(options.model)
+    # Over HTTP a run doesn't load Ray.
+    from serve_app.telemetry.meters import Meters
+
+    return RunMetrics(options.model, Meters(catalogue.DRIVER))
 
 
 class RunMetrics:
@@ -317,12 +322,12 @@ class RunMetrics:
 
     Args:
         model: Id of the model, for labels.
-        meters: Instruments of `catalogue.DRIVER`; None: Ray's.
+        meters: Instruments of `catalogue.DRIVER`.
     """
 
-    def __init__(self, model: str, meters: Meters | None = None) -> None:
+    def __init__(self, model: str, meters: "Meters") -> None:
         self._model = model
-        self._meters = meters or Meters(catalogue.DRIVER)
+        self._meters = meters
 
     def __call__(self, stats: RunStats) -> None:
         """Record the statistics."""

@@ -255,6 +255,7 @@ class Files:
         try:
             stored = self._system.open(file.path, "rb", **streamed)
         except Exception as error:
+            # Each file system and each codec has errors of its own.
             raise InputError(f"{file.path}: {_line(error)}") from None
         with closing(stored):
             raw = _Guarded(stored, file.path, InputError)
@@ -352,6 +353,7 @@ def _filesystem(text: str) -> tuple[Any, str]:
         needs = f"this needs {extra('hf')}" if scheme == "hf" else _line(error)
         raise InputError(f"{text}: {needs}") from None
     except Exception as error:
+        # Each file system and each codec has errors of its own.
         raise InputError(f"{text}: {_line(error)}") from None
     return system, path
 
@@ -385,6 +387,7 @@ def _converted(text: str, filesystems: FileSystems) -> str:
             message = f"no such dataset, or the Hub hasn't converted it to Parquet: {files}"
             raise InputError(f"{text}: {message}") from None
         except Exception as error:
+            # Each file system and each codec has errors of its own.
             raise InputError(f"{text}: {_line(error)}") from None
         return sorted(PurePosixPath(one["name"]).name for one in found if one["type"] == "directory")
 
@@ -491,6 +494,7 @@ class _Guarded(io.RawIOBase):
         except InputError:
             raise
         except Exception as error:
+            # Each file system and each codec has errors of its own.
             raise self._error(f"{self._name}: {_line(error)}") from None
         return bytes(found)
 

@@ -159,6 +159,7 @@ async def _call(rows: list[_Waiting], send: Send) -> None:
         failed = Answer(error.status, error.body(), error.retry_after_s, error.final)
         answers = [failed] * len(rows)
     except Exception as error:
+        # The sender of each row handles it.
         for one in rows:
             if not one.answer.done():
                 one.answer.set_exception(error)

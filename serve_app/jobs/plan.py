@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from struct import Struct
-from typing import IO, NamedTuple
+from typing import IO, TYPE_CHECKING, NamedTuple
 from zlib import crc32
 
 import msgspec
@@ -29,7 +29,10 @@ from serve_app.jobs.content import Contents, Input
 from serve_app.jobs.errors import ContentLostError
 from serve_app.jobs.models import Batch
 from serve_app.jobs.rows import Row
-from serve_app.jobs.store import Store
+
+if TYPE_CHECKING:
+    # A dataset has plans, and no database.
+    from serve_app.jobs.store import Store
 
 SLICE_LINES = 128
 SLICE_BYTES = 1 << 20
@@ -421,7 +424,7 @@ class Unsent:
         ]
 
 
-def unsent(store: Store, content: Contents, batch: Batch, *, by_line: bool = False) -> Unsent:
+def unsent(store: "Store", content: Contents, batch: Batch, *, by_line: bool = False) -> Unsent:
     """Return the rows of a batch that have no result, in the order of its plan.
 
     Args:
