@@ -197,6 +197,7 @@ class Session:
             retries=options.retries,
             id_column=options.id_column,
             limit=options.limit,
+            silent=self._source.silent,
         )
         self._catch_signals(drive)
         tell = _metrics(options)

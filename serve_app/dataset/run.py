@@ -36,11 +36,11 @@ from serve_app.system.waiting import wait_for_event
 
 ENDPOINT = "/generate"
 
-WINDOW_ROWS, WINDOW_BYTES = 50_000, 128 << 20
-"""Bounds of the rows that are read ahead, and put in order together."""
+WINDOW = 50_000, 128 << 20
+"""Most rows that are read ahead and put in order together, and most bytes of their prompts."""
 
-FIRST_S = 0.3
-"""Seconds after the first row in which the first window fills: a pipe may stay silent behind it."""
+FIRST_S, SILENT_S = 10.0, 0.3
+"""Seconds in which the first window fills; of a pipe, which may stay silent, only few."""
 
 LOW_ROWS = 64
 """Rows that are ready below which more are made ready."""
@@ -123,18 +123,26 @@ class ReadAhead:
         rows: The rows.
         done: Returns which rows are done; they are left out.
         changed: Called in the thread when rows were read.
+        window: Most rows, and most bytes of their prompts.
 
     Attributes:
         read: Number of rows that were read, those that are left out too.
         ended: Whether all rows were read.
     """
 
-    def __init__(self, rows: Iterator[Item], done: Done, changed: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        rows: Iterator[Item],
+        done: Done,
+        changed: Callable[[], None],
+        window: tuple[int, int] = WINDOW,
+    ) -> None:
         self.read = 0
         self.ended = False
         self._rows = rows
         self._done = done
         self._changed = changed
+        self._most_rows, self._most_bytes = window
         self._items: deque[tuple[Item, int]] = deque()
         self._bytes = 0
         self._error: Exception | None = None
@@ -152,7 +160,7 @@ class ReadAhead:
     @property
     def full(self) -> bool:
         """True if a window is full, or nothing more follows."""
-        many = len(self._items) >= WINDOW_ROWS or self._bytes >= WINDOW_BYTES
+        many = len(self._items) >= self._most_rows or self._bytes >= self._most_bytes
         return many or self.ended or self._error is not None
 
     def __len__(self) -> int:
@@ -332,6 +340,8 @@ class Drive:
         backoff: Waits between tries.
         observed: Whether the statistics of the service are read.
         gather_s: Seconds for which results are gathered, to be recorded together.
+        silent: Whether the input may stay silent without end, as a pipe may.
+        window: Bounds of the rows that are read ahead; see `ReadAhead`.
 
     Attributes:
         stats: Statistics of the run.
@@ -357,10 +367,14 @@ class Drive:
         backoff: Backoff | None = None,
         observed: bool = True,
         gather_s: float = GATHER_S,
+        silent: bool = False,
+        window: tuple[int, int] = WINDOW,
     ) -> None:
         self.stats = RunStats()
         self._observed = observed
         self._gather_s = gather_s
+        self._window_bounds = window
+        self._first_s = SILENT_S if silent else FIRST_S
         self.concurrency: Concurrency = (
             Auto(first=4 * chunk, most=max(MOST_ROWS, 4 * chunk))
             if concurrency == "auto"
@@ -414,7 +428,7 @@ class Drive:
                 loop.call_soon_threadsafe(self._changed.set)
 
         run = self._run
-        self._reading = ReadAhead(self._items, self._done, tell)
+        self._reading = ReadAhead(self._items, self._done, tell, self._window_bounds)
         if self._observed:
             await self._measured.load(None)
         try:
@@ -496,7 +510,7 @@ class Drive:
     async def _fill(self, reading: ReadAhead) -> None:
         """Let the first window fill for a moment."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + FIRST_S
+        deadline = loop.time() + self._first_s
         while not reading.full and not self._stopping and (left := deadline - loop.time()) > 0:
             self._changed.clear()
             await wait_for_event(self._changed, left)
@@ -553,7 +567,8 @@ async def run(
     Raises:
         RunError: No row could be served, or the input can't be read.
     """
-    rows = numbered(open_source(dataset).values() if isinstance(dataset, str) else map(_columns, dataset))
+    source = open_source(dataset) if isinstance(dataset, str) else None
+    rows = numbered(source.values() if source else map(_columns, dataset))
     loop = asyncio.get_running_loop()
     ready: asyncio.Queue[Sequence[Result]] = asyncio.Queue(READY_GROUPS)
 
@@ -574,6 +589,7 @@ async def run(
         id_column=id_column,
         limit=limit,
         backoff=backoff,
+        silent=source is None or source.silent,
     )
     driving = asyncio.create_task(drive.run())
     try:
