@@ -417,7 +417,7 @@ class BatchRunner:
             await asyncio.to_thread(self._content.remove, plan_id(batch.id))
             await asyncio.to_thread(self._store.end, batch.id, "failed", self._now(), found.errors)
         else:
-            await finished(found.plan.keep, self._content, batch.id)
+            await finished(found.plan.keep, self._content, batch.id, self._store.check_owner)
             one.batch = await asyncio.to_thread(
                 self._store.move,
                 batch.id,

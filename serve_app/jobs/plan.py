@@ -26,7 +26,7 @@ from serve_app.api.facts import ENDS, prefix_of
 from serve_app.api.protocol import JSON
 from serve_app.ingress.body import BOM
 from serve_app.jobs.content import Contents, Input
-from serve_app.jobs.errors import ContentLostError
+from serve_app.jobs.errors import ContentLostError, FencedError
 from serve_app.jobs.models import Batch
 from serve_app.jobs.rows import Row
 
@@ -190,16 +190,27 @@ class Plan:
         whole = len(entries) == _ENTRY.size * head.rows and crc32(entries) == head.check
         return cls(entries, head.models) if whole and head.format == FORMAT else None
 
-    def keep(self, content: Contents, batch: str) -> None:
+    def keep(self, content: Contents, batch: str, check: Callable[[], None] = lambda: None) -> None:
         """Store the plan of a batch, durably.
+
+        Args:
+            content: The contents.
+            batch: The id of the batch.
+            check: Raises a FencedError if another process has taken over the batches. It may have ended the
+                batch, and deleted the plan, before this one was written.
 
         Raises:
             OSError: The disk is full, or fails.
+            FencedError: See `check`; the plan is deleted.
         """
         draft = content.draft()
         try:
             draft.write(self.to_bytes())
             content.keep(draft, plan_id(batch))
+            check()
+        except FencedError:
+            content.remove(plan_id(batch))
+            raise
         finally:
             draft.discard()
 
@@ -299,7 +310,7 @@ def _placed(entry: Entry, prefix: int, turn: int) -> Entry:
     return entry._replace(prefix=prefix, turn=turn)
 
 
-def plan_of(content: Contents, batch: Batch) -> Plan:
+def plan_of(content: Contents, batch: Batch, check: Callable[[], None] = lambda: None) -> Plan:
     """Return the stored plan of a batch; one that is missing or damaged is made again, and stored.
 
     Raises:
@@ -321,7 +332,7 @@ def plan_of(content: Contents, batch: Batch) -> Plan:
             # It was valid when it was validated.
             raise ContentLostError(f"the content of {batch.input_file} is not what it was") from None
     plan = planner.finish()
-    plan.keep(content, batch.id)
+    plan.keep(content, batch.id, check)
     return plan
 
 
@@ -438,7 +449,7 @@ def unsent(store: "Store", content: Contents, batch: Batch, *, by_line: bool = F
         OSError: The disk is full, or fails.
         DatabaseError: The same for the database.
     """
-    plan = plan_of(content, batch)
+    plan = plan_of(content, batch, store.check_owner)
     left = bytearray(len(plan))
     turns = array("I", bytes(4 * len(plan)))
     for start in range(0, len(plan), ASKED_LINES):

@@ -118,6 +118,10 @@ class Store:
         """Close the database."""
         self._database.close()
 
+    def check_owner(self) -> None:
+        """Raise a FencedError if another process has taken over the batches."""
+        self._check_epoch(self._database.rows(EPOCH))
+
     def add_file(self, file: File, max_bytes: int | None = None, max_files: int | None = None) -> None:
         """Add a file whose content is on the disk.
 
@@ -299,7 +303,7 @@ class Store:
         Raises:
             FencedError: Another process has taken them over.
         """
-        self._check_epoch(self._database.rows(EPOCH))
+        self.check_owner()
         return [_item(Batch, row) for row in self._database.rows(OPEN_BATCHES)]
 
     def latest_batches(self, since: int) -> list[Batch]:
