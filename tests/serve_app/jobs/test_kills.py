@@ -152,6 +152,8 @@ class Schedule:
 
     async def _live(self) -> None:
         store = runner = None
+        # Another owner, which begins before this one has its runner, has engines of its own.
+        engine = self.engine
         try:
             store = self._open()
             content = on_disk(self.folder, store.epoch)
@@ -162,7 +164,7 @@ class Schedule:
             runner = BatchRunner(
                 store,
                 content,
-                self.engine,
+                engine,
                 KeyRules({"demo"}, limits_of()),
                 concurrency=lambda: Fixed(self.limit),
                 backoff=Backoff(0.0, 0.0),
