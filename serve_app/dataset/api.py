@@ -22,7 +22,6 @@ from serve_app.jobs.errors import RunError
 from serve_app.jobs.http import answer_of, json_of
 from serve_app.jobs.models import ENDED
 from serve_app.jobs.pacing import RETRYABLE, Backoff
-from serve_app.jobs.sender import message_of
 
 FIRST_POLL_S, MOST_POLL_S = 0.25, 5.0
 """Seconds between two looks at a batch: more and more, up to the second."""
@@ -331,7 +330,7 @@ class APIRun:
                         )
                     return body
                 answer = answer_of(response)
-                message = message_of(answer)
+                message = answer.message
                 if answer.status not in RETRYABLE:
                     raise RunError(f"{what}: {message}")
                 retry_after = answer.retry_after_s

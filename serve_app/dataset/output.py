@@ -265,7 +265,7 @@ class Output:
         if self._file is None:
             self._file = os.open(self._lines, os.O_RDWR | os.O_CREAT, 0o666)
         end = int(self._db.execute("SELECT COALESCE(MAX(offset + size), 0) FROM done").fetchone()[0])
-        if os.fstat(self._file).st_size < end or not self._is_known(end):
+        if os.fstat(self._file).st_size < end or not self._is_known():
             raise OutputError(
                 f"{self._lines} is not what this command wrote there; put the file back as it was, or begin "
                 "anew with --overwrite"
@@ -299,7 +299,7 @@ class Output:
         os.fsync(self._file)
         self._commit(adopted, end)
 
-    def _is_known(self, end: int) -> bool:
+    def _is_known(self) -> bool:
         """Return whether the last line that is committed is in its place."""
         last = self._db.execute("SELECT row, offset, size FROM done ORDER BY offset DESC LIMIT 1").fetchone()
         if last is None:
@@ -326,7 +326,7 @@ class Output:
                 os.ftruncate(file, start)
             raise output_error(self._lines, error) from None
         self._end = start + len(text)
-        # Nobody knows the end of a commit that fails. So the lines stay, and the next start commits them.
+        # A commit that fails may have taken place. So the lines stay, and the next start commits them.
         with self._translated():
             self._commit(results, start)
         self._reach("committed")

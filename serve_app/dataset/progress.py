@@ -12,7 +12,7 @@ LINE_S = 10.0
 
 
 class Shown(NamedTuple):
-    """What is shown of a run.
+    """The progress of a run, as a display shows it.
 
     Attributes:
         done: Rows that are done.

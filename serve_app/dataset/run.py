@@ -249,8 +249,11 @@ class DatasetRun(Run):
 
     def body(self, row: Row) -> JSON:
         """Return a call with one prompt."""
-        prompt = from_json(row.text)[1]
-        return self._fields | {self._field: [prompt], "task_id": f"row_{row.line}"}
+        return self.call(row.line, from_json(row.text)[1])
+
+    def call(self, number: int, prompt: Any) -> JSON:
+        """Return the call of the row with this number."""
+        return self._fields | {self._field: [prompt], "task_id": f"row_{number}"}
 
     def result(self, row: Row, answer: Answer, tries: int) -> Result:
         """Return the row of the output.
@@ -260,13 +263,11 @@ class DatasetRun(Run):
         """
         id = from_json(row.text)[0]
         if answer.status != 200:
-            error = answer.body.get("error")
-            error = error if isinstance(error, dict) else {}
-            message = str(error.get("message", f"status {answer.status}"))
-            own = answer.status == 413 or str(error.get("param") or "").startswith(self._field)
-            if not (own or answer.final or answer.status in RETRYABLE):
-                raise RunError(f"the service refuses this run: {message}")
-            return _failed(row.line, id, str(error.get("type", "internal_error")), message, tries)
+            if not (answer.is_of_rows(self._field) or answer.final or answer.status in RETRYABLE):
+                raise RunError(f"the service refuses this run: {answer.message}")
+            return _failed(
+                row.line, id, str(answer.error.get("type", "internal_error")), answer.message, tries
+            )
         result, detail = (_only(answer.body.get(name)) for name in ("results", "details"))
         if result is None or detail is None:
             (error, *_) = answer.body.get("errors") or [{}]
@@ -391,7 +392,7 @@ class Drive:
         self._changed = asyncio.Event()
         self._stopping = False
         self._turns: Turns | None = None
-        self._window: list[Item] = []
+        self._window: list[Row] = []
         self._reading: ReadAhead | None = None
 
     @property
@@ -500,11 +501,12 @@ class Drive:
             if failed:
                 await finished(run.record, failed)
                 run.recorded(failed)
-            self._window = [item for item in window if not isinstance(item.prompt, RowError)]
-            self._turns = await asyncio.to_thread(_turns, self._window, run)
+            sound = [item for item in window if not isinstance(item.prompt, RowError)]
+            self._window, turns = await asyncio.to_thread(_planned, sound, run)
+            self._turns = turns
         numbers, take = self._turns.peek(max(1, runner.in_flight // TOGETHER), SLICE_ROWS)
         take()
-        run.rows.extend(run.row(self._window[number]) for number in numbers)
+        run.rows.extend(self._window[number] for number in numbers)
         return True
 
     async def _fill(self, reading: ReadAhead) -> None:
@@ -517,17 +519,17 @@ class Drive:
         self._changed.set()
 
 
-def _turns(items: Sequence[Item], run: DatasetRun) -> Turns:
-    """Return rows in the order in which they are sent."""
+def _planned(items: Sequence[Item], run: DatasetRun) -> tuple[list[Row], Turns]:
+    """Return rows in the form in which they wait, and the order in which they are sent."""
     planner = Planner()
     turns = array("I", bytes(4 * len(items)))
-    for number, item in enumerate(items):
-        row = run.row(item)
-        planner.add(Line(number, row.text, 0), run.body(row))
+    rows = [run.row(item) for item in items]
+    for number, (item, row) in enumerate(zip(items, rows, strict=True)):
+        planner.add(Line(number, row.text, 0), run.call(item.number, item.prompt))
     plan = planner.finish()
     for number, entry in enumerate(plan):
         turns[entry.turn] = number
-    return Turns(plan, turns)
+    return rows, Turns(plan, turns)
 
 
 async def run(

@@ -14,15 +14,26 @@ from batcher.stats import percentiles
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.jobs.pacing import EngineLoad, engine_load
-from serve_app.jobs.rows import Answer, Client, Result
+from serve_app.jobs.rows import Answer, Result
 from serve_app.jobs.runner import Runner
 
 SAMPLE = 10_000
 """Most latencies that are kept for percentiles, drawn uniformly from all calls."""
 
 
-class Service(Client, Protocol):
+class Service(Protocol):
     """A service, as a run uses it."""
+
+    async def send(
+        self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None
+    ) -> Answer:
+        """Send a call and return its answer; see `Client`."""
+
+    async def refresh(self) -> None:
+        """Learn which adapters are served now."""
+
+    def base_of(self, model: str) -> str | None:
+        """Return the model whose engines run a model or an adapter; None: it isn't served now."""
 
     async def replicas(self) -> list[JSON] | None:
         """Return the statistics of the model's replicas; None where they can't be had now."""

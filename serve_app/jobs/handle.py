@@ -9,7 +9,6 @@ from serve_app.api.errors import EngineLostError, RequestError
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.jobs.errors import RunError
-from serve_app.jobs.pacing import EngineLoad, engine_load
 from serve_app.jobs.rows import Answer
 from serve_app.system import cancellation
 
@@ -105,11 +104,6 @@ class HandleClient:
     def base_of(self, model: str) -> str | None:
         """Return the model: all rows go to one Engine."""
         return model
-
-    async def load(self, base: str | None) -> EngineLoad | None:
-        """Return the load of the Engine; None: it isn't known."""
-        replicas = await self.replicas()
-        return engine_load(replicas) if replicas else None
 
     async def replicas(self) -> list[JSON] | None:
         """Return the statistics of the Engine's replicas; None where they can't be had now."""

@@ -13,7 +13,6 @@ from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.client import base_url
 from serve_app.jobs.errors import RunError
-from serve_app.jobs.pacing import EngineLoad, engine_load
 from serve_app.jobs.rows import Answer
 
 STATS_TIMEOUT_S = 10.0
@@ -71,7 +70,8 @@ class HTTPClient:
         try:
             response = await self._http.post(f"{self.url}{endpoint}", content=to_json(body), headers=HEADERS)
         except httpx.HTTPError as error:
-            return unreached(self.url, error)
+            # Timeouts and broken connections have no message.
+            return _failed(503, f"{self.url}: {str(error) or type(error).__name__}")
         return answer_of(response)
 
     async def refresh(self) -> None:
@@ -80,11 +80,6 @@ class HTTPClient:
     def base_of(self, model: str) -> str | None:
         """Return the model: the service chooses the engines."""
         return model
-
-    async def load(self, base: str | None) -> EngineLoad | None:
-        """Return the load of the model's engines; None: it isn't known."""
-        replicas = await self.replicas()
-        return engine_load(replicas) if replicas else None
 
     async def replicas(self) -> list[JSON] | None:
         """Return the statistics of the model's replicas; None where they can't be had now."""
@@ -136,12 +131,6 @@ def answer_of(response: httpx.Response) -> Answer:
     return _failed(503 if status == 404 else status, message)._replace(retry_after_s=retry_after_s)
 
 
-def unreached(url: str, error: httpx.HTTPError) -> Answer:
-    """Return the answer of a service that wasn't reached."""
-    # Timeouts and broken connections have no message.
-    return _failed(503, f"{url}: {str(error) or type(error).__name__}")
-
-
 def json_of(response: httpx.Response) -> JSON | None:
     """Return the JSON object that a response has; None: it has none, such as a page of a proxy."""
     try:
@@ -152,7 +141,7 @@ def json_of(response: httpx.Response) -> JSON | None:
 
 
 def _failed(status: int, message: str) -> Answer:
-    return Answer(status, RequestError(status, "service_unavailable", message).body())
+    return Answer.of(RequestError(status, "service_unavailable", message))
 
 
 def _report_of(models: JSON, name: str | None) -> JSON:

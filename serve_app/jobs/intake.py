@@ -296,7 +296,7 @@ class Findings(NamedTuple):
 
 
 class Sketch(NamedTuple):
-    """What the first rows of a file say about all of them.
+    """An estimate of all rows of a file, by the first ones.
 
     Attributes:
         work: Bound of the work of all rows; see `tokens.bound_of`.

@@ -82,7 +82,7 @@ class Lists:
         if answer.status in RETRYABLE:
             self._alone.add(row)
             return answer
-        return await alone() if _is_of_a_row(answer) else answer
+        return await alone() if answer.is_of_rows(*FIELDS) else answer
 
     async def refresh(self) -> None:
         """Learn which adapters are served now."""
@@ -113,12 +113,11 @@ class Lists:
         one = _Waiting(body, loop.create_future())
         rows = self._gathered.setdefault(key, [])
         rows.append(one)
-        if len(rows) == 1:
-            send = partial(self._client.send, endpoint, scheduling=scheduling, models=models)
-            loop.call_later(self._gather_s, self._flush, key, rows, send)
+        send = partial(self._client.send, endpoint, scheduling=scheduling, models=models)
         if len(rows) == self._size:
-            send = partial(self._client.send, endpoint, scheduling=scheduling, models=models)
             self._flush(key, rows, send)
+        elif len(rows) == 1:
+            loop.call_later(self._gather_s, self._flush, key, rows, send)
         return await one.answer, len(rows)
 
     def _flush(self, key: bytes, rows: list[_Waiting], send: Send) -> None:
@@ -141,13 +140,6 @@ class Lists:
             one.answer.add_done_callback(given_up)
 
 
-def _is_of_a_row(answer: Answer) -> bool:
-    """Return whether a refusal of a list is about its rows, and not about what they share."""
-    error = answer.body.get("error")
-    param = error.get("param") if isinstance(error, dict) else None
-    return answer.status == 413 or str(param or "").startswith(FIELDS)
-
-
 async def _call(rows: list[_Waiting], send: Send) -> None:
     """Send a list, and give each row its answer."""
     field = next(name for name in FIELDS if name in rows[0].body)
@@ -156,8 +148,7 @@ async def _call(rows: list[_Waiting], send: Send) -> None:
         answer = await send(body)
         answers = _split(answer, len(rows)) if answer.status == 200 else [answer] * len(rows)
     except RequestError as error:
-        failed = Answer(error.status, error.body(), error.retry_after_s, error.final)
-        answers = [failed] * len(rows)
+        answers = [Answer.of(error)] * len(rows)
     except Exception as error:
         # The sender of each row handles it.
         for one in rows:
@@ -175,8 +166,7 @@ def _split(answer: Answer, rows: int) -> list[Answer]:
     if any(not isinstance(values, list) or len(values) != rows for values in lists):
         count = len(lists[0]) if isinstance(lists[0], list) else 0
         message = f"an answer with {count} results for {rows} prompts"
-        error = RequestError(502, "service_unavailable", message)
-        return [Answer(error.status, error.body())] * rows
+        return [Answer.of(RequestError(502, "service_unavailable", message))] * rows
     errors: dict[int, JSON] = {error["index"]: error for error in answer.body.get("errors") or ()}
     found = []
     for index, (result, detail) in enumerate(zip(*lists, strict=True)):

@@ -61,7 +61,7 @@ MIGRATIONS: dict[int, Callable[[Connection], None]] = {
     6: to_6,
     7: to_7,
 }
-"""What brings a database to each version, from the version before."""
+"""The step to each version, from the version before."""
 
 VERSION = max(MIGRATIONS)
 

@@ -122,6 +122,30 @@ class Answer(NamedTuple):
     retry_after_s: float | None = None
     final: bool = False
 
+    @classmethod
+    def of(cls, error: RequestError) -> "Answer":
+        """Return the answer that an error is."""
+        return cls(error.status, error.body(), error.retry_after_s, error.final)
+
+    @property
+    def error(self) -> JSON:
+        """The error in the body; empty: there is none."""
+        error = self.body.get("error") if isinstance(self.body, dict) else None
+        return error if isinstance(error, dict) else {}
+
+    @property
+    def message(self) -> str:
+        """The message of the error."""
+        return str(self.error.get("message") or f"status {self.status}")
+
+    def is_of_rows(self, *fields: str) -> bool:
+        """Return whether a refusal is about the rows of a call, and not about what the rows share.
+
+        Args:
+            fields: The fields of a call that have a value for each row.
+        """
+        return self.status == 413 or str(self.error.get("param") or "").startswith(fields)
+
 
 class QuotaError(RequestError):
     """A quota of a row's tenant or key is used up. It says nothing about the room at the engines."""

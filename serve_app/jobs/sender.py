@@ -97,7 +97,7 @@ class Sender:
                 self._concurrency.answered()
                 self.trouble = ""
                 return await self._result(run, row, answer, tries)
-            self.trouble = message_of(answer)
+            self.trouble = answer.message
             if answer.status != 429:
                 works = self._answered[model] > seen[0]
                 # An engine that fails at each row is an outage too, until it has answered one.
@@ -126,20 +126,20 @@ class Sender:
                 raise
             if run.stopping.is_set():
                 return None
-            answer = _failed(RequestError(503, "service_unavailable", "the call was cancelled"))
+            answer = Answer.of(RequestError(503, "service_unavailable", "the call was cancelled"))
         except QuotaError as error:
             # Others have quota still, and the engines have room for them.
-            return _failed(error)
+            return Answer.of(error)
         except RequestError as error:
-            answer = _failed(error)
+            answer = Answer.of(error)
         except TimeoutError:
-            answer = _failed(RequestError(504, "timeout_error", f"no answer in {self._timeout_s:g} s"))
+            answer = Answer.of(RequestError(504, "timeout_error", f"no answer in {self._timeout_s:g} s"))
         except OSError as error:
             message = f"{type(error).__name__}: {error}"
-            answer = _failed(RequestError(503, "service_unavailable", message))
+            answer = Answer.of(RequestError(503, "service_unavailable", message))
         except Exception as error:
             logger.exception("a row failed by a fault of the service")
-            answer = _failed(internal_error(error))
+            answer = Answer.of(internal_error(error))
         finally:
             run.tries.discard(task)
         if answer.status == 429:
@@ -148,17 +148,6 @@ class Sender:
 
     async def _result(self, run: Run, row: Row, answer: Answer, tries: int) -> Result:
         return await look(len(row.text), lambda: run.result(row, answer, tries))
-
-
-def message_of(answer: Answer) -> str:
-    """Return the message of an answer that is an error."""
-    error = answer.body.get("error") if isinstance(answer.body, dict) else None
-    message = error.get("message") if isinstance(error, dict) else None
-    return str(message or f"status {answer.status}")
-
-
-def _failed(error: RequestError) -> Answer:
-    return Answer(error.status, error.body(), error.retry_after_s, error.final)
 
 
 def _times(tries: int) -> str:

@@ -77,7 +77,7 @@ def delete_noted(store: Store, content: Contents) -> int:
     It must not run while a file is being added.
     """
     ids = store.noted_contents()
-    # Nobody else had noted any of them: a process that takes over now may be adding a file.
+    # These ids are from before any takeover. A process that takes over later may be adding a file.
     store.check_owner()
     delete_contents(store, content, ids)
     return len(ids)

@@ -1,4 +1,4 @@
-"""What a run says of itself: the display, the report, and the metrics."""
+"""The display, the report and the metrics of a run."""
 
 import io
 import json

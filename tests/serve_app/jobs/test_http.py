@@ -14,7 +14,6 @@ from serve_app.api.scheduling import Scheduling
 from serve_app.jobs.errors import RunError
 from serve_app.jobs.http import HTTPClient
 from serve_app.jobs.rows import Answer
-from serve_app.jobs.sender import message_of
 from tests.progress import STILL_S
 from tests.serve_app.dataset.fake import FakeService, failure, listening
 
@@ -69,7 +68,7 @@ async def test_an_answer_in_another_form_is_an_error_with_its_text(
 ) -> None:
     answer = await send(http_client(lambda _: response))
     assert answer.status == status
-    assert message in message_of(answer)
+    assert message in answer.message
 
 
 async def test_a_broken_connection_can_be_retried() -> None:
@@ -77,7 +76,7 @@ async def test_a_broken_connection_can_be_retried() -> None:
         raise httpx.RemoteProtocolError("")
 
     answer = await send(http_client(broken))
-    assert (answer.status, message_of(answer)) == (503, "http://fake: RemoteProtocolError")
+    assert (answer.status, answer.message) == (503, "http://fake: RemoteProtocolError")
 
 
 @pytest.mark.parametrize(
@@ -132,7 +131,7 @@ async def test_an_error_after_the_answer_has_begun_says_whether_another_try_help
     error = RequestError(500, "internal_error", "two engines failed", final=final)
     answer = httpx.Response(200, content=b"   " + json.dumps(error.body()).encode())
     found = await send(http_client(lambda _: answer))
-    assert (found.status, found.final, message_of(found)) == (500, final, "two engines failed")
+    assert (found.status, found.final, found.message) == (500, final, "two engines failed")
 
 
 async def test_an_answer_that_breaks_off_can_be_retried() -> None:
