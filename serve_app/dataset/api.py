@@ -15,10 +15,10 @@ from pydantic_core import from_json, to_json
 
 from serve_app.api.protocol import JSON
 from serve_app.client import base_url
-from serve_app.dataset.errors import CommandError, output_error
+from serve_app.dataset.errors import CommandError, gave_up, output_error
 from serve_app.dataset.output import drafted
 from serve_app.dataset.progress import Shown, eta, open_progress
-from serve_app.jobs.errors import RunError
+from serve_app.jobs.errors import GaveUpError, RunError
 from serve_app.jobs.http import answer_of, json_of
 from serve_app.jobs.models import ENDED
 from serve_app.jobs.pacing import RETRYABLE, Backoff
@@ -335,11 +335,7 @@ class APIRun:
                     raise RunError(f"{what}: {message}")
                 retry_after = answer.retry_after_s
             if tried > self._retries and not patient:
-                tries = "1 try" if tried == 1 else f"{tried} tries"
-                raise RunError(
-                    f"gave up after {tries} of the {what}: {message}\n"
-                    "When the service is back, run the same command again: it goes on from here"
-                )
+                raise gave_up(GaveUpError(tried, f"the {what}", message))
             self._display.say(f"trying again: {message}")
             self._sleep(self._backoff.wait_s(min(tried, 8), retry_after))
 

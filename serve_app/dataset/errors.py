@@ -3,7 +3,7 @@
 import errno
 from pathlib import Path
 
-from serve_app.jobs.errors import RunError
+from serve_app.jobs.errors import GaveUpError, RunError
 
 
 class InputError(RunError):
@@ -47,6 +47,11 @@ def output_error(path: Path, error: OSError) -> OutputError:
     if error.errno in DiskError.ERRNOS:
         return DiskError(path, error)
     return OutputError(f"{path}: {error.strerror or error}")
+
+
+def gave_up(error: GaveUpError) -> RunError:
+    """Return the error of a run that gave up, with what its user may do."""
+    return RunError(f"{error}\nWhen the service is back, run the same command again: it goes on from here")
 
 
 class RowError(Exception):

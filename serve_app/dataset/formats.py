@@ -16,6 +16,7 @@ from pydantic_core import from_json
 
 from serve_app.api.protocol import JSON
 from serve_app.dataset.errors import CommandError, InputError, RowError
+from serve_app.ingress.body import BOM
 
 SEPARATORS = {"csv": ",", "tsv": "\t"}
 
@@ -31,7 +32,6 @@ MAGIC = {
 }
 """Beginnings of content that is no text in UTF-8, and what to do about it."""
 
-BOM = b"\xef\xbb\xbf"
 BLOCK = 1 << 20
 
 MAX_ROW = 64 << 20

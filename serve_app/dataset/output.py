@@ -22,6 +22,7 @@ from pydantic_core import from_json, to_json
 from serve_app.api.protocol import JSON
 from serve_app.dataset.errors import DiskError, OutputError, output_error
 from serve_app.jobs.rows import Result, Tokens
+from serve_app.system.disk import sync
 
 Existing = Literal["same", "resume", "overwrite"]
 """Handling of existing rows: go on if options and input are the same, go on anyway, or begin anew."""
@@ -355,7 +356,7 @@ class Output:
             self._db.execute("INSERT OR REPLACE INTO run VALUES ('state', '\"ordering\"')")
         self._reach("replace")
         self._draft.replace(self._lines)
-        _sync_folder(self._lines.parent)
+        sync(self._lines.parent)
 
     def _pieces(self) -> Iterator[bytes]:
         """Yield the lines in the order of the input, many at a time."""
@@ -436,13 +437,9 @@ def drafted(path: Path) -> Iterator[Path]:
     try:
         with _removed_on_error(draft):
             yield draft
-            handle = os.open(draft, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+            sync(draft)
             draft.replace(path)
-            _sync_folder(path.parent)
+            sync(path.parent)
     except OSError as error:
         raise output_error(path, error) from None
 
@@ -455,14 +452,6 @@ def _removed_on_error(draft: Path) -> Iterator[None]:
         with suppress(OSError):
             draft.unlink()
         raise
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _result(line: bytes) -> Result | None:

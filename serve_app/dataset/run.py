@@ -19,7 +19,7 @@ from pydantic_core import from_json, to_json
 
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import TIER_PRIORITY, Scheduling, ServiceTier
-from serve_app.dataset.errors import CommandError, MissingColumnError, OutputError, RowError
+from serve_app.dataset.errors import CommandError, MissingColumnError, OutputError, RowError, gave_up
 from serve_app.dataset.formats import Row as InputRow
 from serve_app.dataset.formats import numbered
 from serve_app.dataset.prompts import Prompter
@@ -449,10 +449,7 @@ class Drive:
             self._reading.close()
         if run.failure is not None:
             if isinstance(run.failure, GaveUpError):
-                raise RunError(
-                    f"{run.failure}\n"
-                    "When the service is back, run the same command again: it goes on from here"
-                )
+                raise gave_up(run.failure)
             raise run.failure
         if self._observed:
             await self._measured.load(None)

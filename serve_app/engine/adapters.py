@@ -19,6 +19,7 @@ from uuid import uuid4
 from pydantic import ValidationError
 
 from serve_app.settings.adapters import AdapterSettings
+from serve_app.system.disk import sync
 from serve_app.system.hub_errors import explain
 
 CONFIG = "adapter_config.json"
@@ -453,7 +454,7 @@ class AdapterFolder:
                 draft.replace(path)
             finally:
                 draft.unlink(missing_ok=True)
-            self._sync()
+            sync(self._root)
 
     def remove(self, id: str) -> None:
         """Remove an adapter, durably; an adapter that isn't there is ignored.
@@ -464,7 +465,7 @@ class AdapterFolder:
         with self._explained("can't be written"), suppress(FileNotFoundError):
             self._fs.rm_file(self._path(id))
             if self._local:
-                self._sync()
+                sync(self._root)
 
     def _path(self, id: str) -> str:
         return f"{self._root}/{quote(id, safe='')}{ENDING}"
@@ -484,14 +485,6 @@ class AdapterFolder:
                 # A link has times of its own: its file is read each time.
                 found[path] = str(uuid4()) if entry.get("islink") else repr(entry)
         return found
-
-    def _sync(self) -> None:
-        """Put the names of the files on the disk too."""
-        folder = os.open(self._root, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:

@@ -26,6 +26,7 @@ from uuid import uuid4
 
 from serve_app.jobs.errors import ContentLostError
 from serve_app.jobs.failpoints import reach
+from serve_app.system.disk import sync
 
 PIECE_BYTES = 1 << 18
 """Bytes that are read at once."""
@@ -132,7 +133,7 @@ class Disk:
         self._folder = folder
         for name in (FOLDER, "parts"):
             (folder / name).mkdir(0o700, parents=True, exist_ok=True)
-        _sync(folder)
+        sync(folder)
 
     def input(self, name: str) -> Path:
         """Return the path of a file."""
@@ -194,17 +195,16 @@ class Disk:
     def rename(self, name: str, to: str) -> None:
         """Give a file another name, durably."""
         self._move(self.input(name), to)
-        _sync(self.input(name).parent)
+        sync(self.input(name).parent)
 
     def _move(self, path: Path, name: str) -> None:
         to = self.input(name)
         if not to.parent.exists():
             to.parent.mkdir(0o700, exist_ok=True)
-            # A name is durable only with its folder.
-            _sync(to.parent.parent)
+            sync(to.parent.parent)
         path.replace(to)
         reach("content.renamed")
-        _sync(to.parent)
+        sync(to.parent)
 
 
 class Part(NamedTuple):
@@ -465,11 +465,3 @@ def _right_parts(id: str, parts: Sequence[Part], start: int, end: int) -> list[t
 
 def _rank(part: Part) -> tuple[int, int]:
     return part.epoch, part.start
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

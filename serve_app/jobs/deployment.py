@@ -50,7 +50,7 @@ class Batches:
         # Imported only here: no other process needs a database.
         from serve_app.jobs.engines import EngineClient
         from serve_app.jobs.errors import StoreError
-        from serve_app.jobs.service import BatchService
+        from serve_app.jobs.service import BatchesMetrics, BatchService
 
         assert settings.batches is not None
         context = serve.get_replica_context()
@@ -67,8 +67,6 @@ class Batches:
             raise StoreError(_unusable(settings.batches, error)) from error
         self._metrics = None
         if settings.telemetry.metrics:
-            from serve_app.jobs.service import BatchesMetrics
-
             self._metrics = BatchesMetrics(self._service.stats)
             self._metrics.start()
         use_batch_scheduling(BACKGROUND_NICE)

@@ -42,4 +42,14 @@ class ContentLostError(RunError):
 
 
 class GaveUpError(RunError):
-    """The service failed at every try."""
+    """The service failed at every try.
+
+    Args:
+        tries: How many there were.
+        what: What was tried.
+        message: The last failure.
+    """
+
+    def __init__(self, tries: int, what: str, message: str) -> None:
+        times = "1 try" if tries == 1 else f"{tries} tries"
+        super().__init__(f"gave up after {times} of {what}: {message}")

@@ -115,7 +115,7 @@ class Upload:
             self._value = bytearray()
             return
         if self._name != "file" or self.draft is not None:
-            raise _bad("The form must have one file, in the field `file`", "file")
+            raise bad_request("The form must have one file, in the field `file`", "file")
         self.filename = _text(options.get(b"filename", b"")) or _encoded_name(self._disposition) or "file"
         self.draft = self._content.draft()
         if self._discarded:
@@ -164,7 +164,7 @@ class PendingUploads:
             self._bytes[tenant] += size
             if self._bytes[tenant] > max_bytes:
                 message = f"the uploads of this tenant that are under way have more than {max_bytes} bytes"
-                raise _bad(message, "file")
+                raise bad_request(message, "file")
 
         try:
             yield grow
@@ -191,7 +191,8 @@ async def receive(
     kind, options = parse_options_header(request.headers.get("content-type"))
     boundary = options.get(b"boundary")
     if kind != b"multipart/form-data" or not boundary:
-        raise _bad("The body must be a form (multipart/form-data) with the fields `purpose` and `file`")
+        message = "The body must be a form (multipart/form-data) with the fields `purpose` and `file`"
+        raise bad_request(message)
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > max_bytes + FORM_BYTES:
         raise _too_large(max_bytes)
@@ -206,10 +207,10 @@ async def receive(
             upload.check(received)
             grow(upload.size - before)
         if not upload.ended:
-            raise _bad("The form ends early")
+            raise bad_request("The form ends early")
     except FormParserError as error:
         upload.discard()
-        raise _bad(f"The form can't be read: {error}") from None
+        raise bad_request(f"The form can't be read: {error}") from None
     except BaseException:
         upload.discard()
         raise
@@ -228,7 +229,7 @@ async def _pieces(request: Request) -> AsyncIterator[bytes]:
             message = f"The upload stalled for {STALL_S:g} s"
             raise RequestError(408, "timeout_error", message) from None
         except ClientDisconnect:
-            raise _bad("The body ended early") from None
+            raise bad_request("The body ended early") from None
         if piece:
             yield piece
 
@@ -244,7 +245,8 @@ def _encoded_name(disposition: bytes) -> str:
     return _text(unquote_to_bytes(found[1])) if found else ""
 
 
-def _bad(message: str, param: str | None = None) -> RequestError:
+def bad_request(message: str, param: str | None = None) -> RequestError:
+    """Return the error for a wrong field of a request."""
     return RequestError(400, "invalid_request_error", message, param=param)
 
 
@@ -284,7 +286,7 @@ class Findings(NamedTuple):
         total: Number of rows.
         model: The model of all rows; None: they have several.
         errors: OpenAI's errors; empty: the file is valid.
-        work: Bound of the work of all rows; see `tokens.bound_of`.
+        work: Bound of the work of all rows; see `rows.bound_of`.
         plan: The plan of the rows; None: the file isn't valid.
     """
 
@@ -299,7 +301,7 @@ class Sketch(NamedTuple):
     """An estimate of all rows of a file, by the first ones.
 
     Attributes:
-        work: Bound of the work of all rows; see `tokens.bound_of`.
+        work: Bound of the work of all rows; see `rows.bound_of`.
         model: The model of the first rows; None: they have several, or none that can be read.
     """
 
@@ -321,7 +323,7 @@ def validate(path: Input, endpoint: str, models: Collection[str], limits: Batche
         path: The file.
         endpoint: The route that its rows call.
         models: The served models.
-        limits: BatchesSettings on lines and bytes.
+        limits: Limits on lines and bytes.
 
     Raises:
         ContentLostError: The file is gone.

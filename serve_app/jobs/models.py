@@ -37,6 +37,9 @@ MIN_WINDOW_S, MAX_WINDOW_S = 3600, 7 * 86_400
 ENDED = frozenset(state for state in STATES if not TRANSITIONS[state])
 """States in which nothing happens any more."""
 
+OPEN = tuple(state for state in STATES if state not in ENDED)
+"""The other states."""
+
 
 T = TypeVar("T")
 
@@ -79,7 +82,7 @@ class Batch:
         api_key: Name of the API key that created it; empty: there was none.
         rights: What that key allowed when it created the batch, see `KeyRules.rights`; empty: an earlier
             version stored none.
-        work: Bound of the work of all rows, see `tokens.bound_of`; until they are validated, an estimate.
+        work: Bound of the work of all rows, see `rows.bound_of`; until they are validated, an estimate.
         promised: Whether the forecast said at its creation that it ends within its window.
     """
 

@@ -35,7 +35,7 @@ from serve_app.jobs.errors import (
     TooManyError,
 )
 from serve_app.jobs.forecast import REFUSED, Outlook
-from serve_app.jobs.intake import ENDPOINTS, PendingUploads, Upload, receive
+from serve_app.jobs.intake import ENDPOINTS, PendingUploads, Upload, bad_request, receive
 from serve_app.jobs.models import (
     MAX_WINDOW_S,
     MIN_WINDOW_S,
@@ -197,20 +197,20 @@ class BatchAPI:
 
     def _checked(self, upload: Upload, tenant: str, seconds: int) -> File:
         if upload.draft is None:
-            raise _bad("file: required, but missing", "file")
+            raise bad_request("file: required, but missing", "file")
         purpose = upload.fields.get("purpose")
         if purpose != "batch":
-            raise _bad('purpose: must be "batch", the only one that is supported', "purpose")
+            raise bad_request('purpose: must be "batch", the only one that is supported', "purpose")
         now = int(self._clock())
         text = upload.fields.get("expires_after[seconds]")
         anchor = upload.fields.get("expires_after[anchor]")
         if text is not None or anchor is not None:
             if anchor != "created_at":
-                raise _bad('expires_after[anchor]: must be "created_at"', "expires_after[anchor]")
+                raise bad_request('expires_after[anchor]: must be "created_at"', "expires_after[anchor]")
             seconds = int(text) if text and NUMBER.fullmatch(text) else 0
             if not MIN_EXPIRY_S <= seconds <= MAX_EXPIRY_S:
                 message = f"expires_after[seconds]: must be a number from {MIN_EXPIRY_S} to {MAX_EXPIRY_S}"
-                raise _bad(message, "expires_after[seconds]")
+                raise bad_request(message, "expires_after[seconds]")
         return File(
             id=_new_file_id(),
             tenant=tenant,
@@ -226,13 +226,13 @@ class BatchAPI:
         try:
             add_file(self._store, self._content, upload.draft, file, limits)
         except TooManyError as error:
-            raise _bad(f"{error}; delete some first", "file") from None
+            raise bad_request(f"{error}; delete some first", "file") from None
 
     async def _list_files(self, request: Request) -> Response:
         query = request.query_params
         order = query.get("order", "desc")
         if order not in ("asc", "desc"):
-            raise _bad('order: must be "asc" or "desc"', "order")
+            raise bad_request('order: must be "asc" or "desc"', "order")
         after = query.get("after")
         try:
             page = await self._run(
@@ -244,7 +244,7 @@ class BatchAPI:
                 purpose=query.get("purpose"),
             )
         except NotFoundError:
-            raise _bad(f"after: there is no file {after!r}", "after") from None
+            raise bad_request(f"after: there is no file {after!r}", "after") from None
         return JSONResponse(list_object(page, file_object))
 
     async def _retrieve_file(self, request: Request) -> Response:
@@ -295,7 +295,7 @@ class BatchAPI:
         limits = self._limits(scheduling.key)
         body = parse_body(BatchRequest, await small_body(request, BODY_BYTES))
         if body.endpoint not in ENDPOINTS:
-            raise _bad(f"endpoint: must be one of {', '.join(ENDPOINTS)}", "endpoint")
+            raise bad_request(f"endpoint: must be one of {', '.join(ENDPOINTS)}", "endpoint")
         window_s = _window_s(body.completion_window)
         now = int(self._clock())
         retention_s = limits.retention_s
@@ -320,20 +320,21 @@ class BatchAPI:
         try:
             file = await self._run(self._store.file, batch.tenant, batch.input_file)
             if file.purpose != "batch":
-                raise _bad(f'input_file_id: the purpose of {file.id!r} is not "batch"', "input_file_id")
+                message = f'input_file_id: the purpose of {file.id!r} is not "batch"'
+                raise bad_request(message, "input_file_id")
             async with self._promising:
                 batch, outlook = await self._run(self._foresee, batch, file.bytes)
                 if self._refuse and outlook.verdict in REFUSED:
-                    raise _bad(f"completion_window: {outlook.message}", "completion_window")
+                    raise bad_request(f"completion_window: {outlook.message}", "completion_window")
                 forgotten = await self._run(
                     self._store.add_batch, batch, limits.max_open_batches, limits.max_batches
                 )
         except NotFoundError:
             message = f"input_file_id: there is no file {body.input_file_id!r}"
-            raise _bad(message, "input_file_id") from None
+            raise bad_request(message, "input_file_id") from None
         except TooManyError as error:
             # Not 429: another try helps when a batch has ended, which may take a day.
-            raise _bad(f"{error}; wait until one has ended, or cancel one") from None
+            raise bad_request(f"{error}; wait until one has ended, or cancel one") from None
         await self._run(self._delete_contents, forgotten)
         self._notice()
         return JSONResponse(batch_object(batch, outlook.message))
@@ -344,7 +345,7 @@ class BatchAPI:
         try:
             page = await self._run(self._store.batches, self._tenant(request), after=after, limit=limit)
         except NotFoundError:
-            raise _bad(f"after: there is no batch {after!r}", "after") from None
+            raise bad_request(f"after: there is no batch {after!r}", "after") from None
         return JSONResponse(list_object(page, self._as_json))
 
     async def _retrieve_batch(self, request: Request) -> Response:
@@ -429,7 +430,7 @@ def _page_limit(request: Request, usual: int, most: int) -> int:
     text = request.query_params.get("limit", str(usual))
     limit = int(text) if NUMBER.fullmatch(text) else 0
     if not 1 <= limit <= most:
-        raise _bad(f"limit: must be a number from 1 to {most}", "limit")
+        raise bad_request(f"limit: must be a number from 1 to {most}", "limit")
     return limit
 
 
@@ -441,7 +442,7 @@ def _window_s(text: str) -> int:
             'completion_window: must be a number of hours or days, such as "24h" or "7d", '
             f"from {MIN_WINDOW_S // 3600}h to {MAX_WINDOW_S // DAY_S}d"
         )
-        raise _bad(message, "completion_window")
+        raise bad_request(message, "completion_window")
     return seconds
 
 
@@ -458,7 +459,3 @@ def _conflict(message: str) -> RequestError:
     """Return the error for a change that the state of a file or batch doesn't allow."""
     # OpenAI's clients would send it again otherwise.
     return RequestError(409, "invalid_request_error", message, param="id", final=True)
-
-
-def _bad(message: str, param: str | None = None) -> RequestError:
-    return RequestError(400, "invalid_request_error", message, param=param)

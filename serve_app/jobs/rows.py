@@ -13,7 +13,6 @@ from serve_app.jobs.pacing import EngineLoad
 MOST = 1 << 40
 """Numbers beyond this are no numbers of tokens."""
 
-
 PROMPT = 0.5
 """Work of a token of a prompt, in tokens of an answer. A row of P and N tokens, beside n rows,
 takes an engine P * per_prefill_token_ms + N * (base_ms / n + per_sequence_ms): with 100 to 256 rows, a token

@@ -105,7 +105,7 @@ class Sender:
                 failures += not self._patient or failed or works
                 if failures > self._retries:
                     if not (failed or works):
-                        raise GaveUpError(f"gave up after {_times(tries)} of a row: {self.trouble}")
+                        raise GaveUpError(tries, "a row", self.trouble)
                     return await self._result(run, row, answer, tries)
             seen.append(self._answered[model])
             self.retried += 1
@@ -148,7 +148,3 @@ class Sender:
 
     async def _result(self, run: Run, row: Row, answer: Answer, tries: int) -> Result:
         return await look(len(row.text), lambda: run.result(row, answer, tries))
-
-
-def _times(tries: int) -> str:
-    return "1 try" if tries == 1 else f"{tries} tries"

@@ -18,10 +18,10 @@ from serve_app.api.scheduling import Scheduling
 from serve_app.auth.key_store import KeyStore
 from serve_app.jobs.batches import BatchRunner
 from serve_app.jobs.content import Content, Contents, Disk
-from serve_app.jobs.db import Database
+from serve_app.jobs.db import Database, Postgres
 from serve_app.jobs.errors import DatabaseError, FencedError, HeldError, StoreError
 from serve_app.jobs.key_rules import KeyRules
-from serve_app.jobs.models import ENDED, STATES
+from serve_app.jobs.models import OPEN
 from serve_app.jobs.pacing import Auto
 from serve_app.jobs.routes import BatchAPI
 from serve_app.jobs.rows import Client
@@ -93,8 +93,6 @@ class BatchesMetrics:
                 logger.exception("batches: no metrics")
             await asyncio.sleep(INTERVAL_S)
 
-
-OPEN = tuple(state for state in STATES if state not in ENDED)
 
 HELD_S = 60.0
 """Seconds to wait for a process that has the folder open: one that is being replaced."""
@@ -284,9 +282,6 @@ def _place(settings: BatchesSettings) -> Callable[[], Path | Database]:
         )
     if url is None:
         return lambda: _folder(settings)
-    # Imported only where it is used.
-    from serve_app.jobs.db import Postgres
-
     return lambda: Postgres(url)
 
 

@@ -26,7 +26,7 @@ def add_file(store: Store, content: Contents, draft: Draft, file: File, limits: 
         content: The contents.
         draft: The content of the file.
         file: The file.
-        limits: BatchesSettings on the files of its tenant.
+        limits: Limits on the files of its tenant.
 
     Raises:
         TooManyError: The tenant would have more.
@@ -90,7 +90,7 @@ def remove_expired(store: Store, content: Contents, now: int, limits: BatchesSet
         store: The state.
         content: The contents.
         now: Seconds since the epoch.
-        limits: BatchesSettings on the results, and the time that batches are kept.
+        limits: Limits on the results, and the time that batches are kept.
 
     Returns:
         The number of deleted files.

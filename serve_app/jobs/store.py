@@ -17,7 +17,7 @@ from serve_app.jobs.db import BATCHES, CAPACITY, FILES, FINISHED, OWNER, WITHOUT
 from serve_app.jobs.errors import FencedError, InUseError, NotFoundError, StateError, StoreError, TooManyError
 from serve_app.jobs.forecast import Hour
 from serve_app.jobs.migrations import migrate
-from serve_app.jobs.models import ENDED, STATES, TRANSITIONS, Batch, Counts, File, Page, State, Summary
+from serve_app.jobs.models import ENDED, OPEN, TRANSITIONS, Batch, Counts, File, Page, State, Summary
 
 T = TypeVar("T")
 
@@ -26,9 +26,6 @@ LATEST = 1000
 
 ASKED = 500
 """Values that a query has in a list at once: databases bound the parameters of a query."""
-
-OPEN = [state for state in STATES if state not in ENDED]
-
 
 IS_OPEN = BATCHES.c.state.in_(OPEN)
 
@@ -325,10 +322,7 @@ class Store:
 
     def keep_capacity(self, model: str, hours: Sequence[Hour]) -> None:
         """Store what is known of a model, in place of what is stored of these hours."""
-        values = [
-            {"model": model} | {field.name: getattr(one, field.name) for field in fields(Hour)}
-            for one in hours
-        ]
+        values = [{"model": model} | _values(one) for one in hours]
         with self._transaction() as db:
             add = _insert(db, CAPACITY)
             changed = {name: add.excluded[name] for name in ("work", "seconds", "at", "error")}
@@ -424,13 +418,10 @@ class Store:
         """
         with self._database.transaction() as db:
             self._check_epoch(db.execute(EPOCH).mappings().all())
-            row = db.execute(BATCH, {"b_id": id}).mappings().first()
-        if row is None:
-            raise NotFoundError(id)
-        return _item(Batch, row)
+            return _batch(db, id)
 
-    def finish(self, batch: Batch, lines: Sequence[int], counts: Counts) -> Batch:
-        """Commit rows whose results are in the output or error file; return the batch as it is then.
+    def finish(self, batch: Batch, lines: Sequence[int], counts: Counts) -> None:
+        """Commit rows whose results are in the output or error file.
 
         Args:
             batch: The batch as it was when these results were appended.
@@ -451,7 +442,6 @@ class Store:
                 db.execute(sa.insert(FINISHED), [{"batch": batch.id, "line": line} for line in lines])
             if db.execute(FINISH, values).rowcount != 1:
                 raise AssertionError(f"{batch.id}: two writers")
-        return self.batch(batch.id)
 
     def finished(self, id: str, first: int, last: int) -> set[int]:
         """Return which of the input lines from `first` to `last` are finished."""
@@ -515,12 +505,17 @@ class Store:
         return Page([_item(kind, row) for row in rows[:limit]], len(rows) > limit)
 
 
-def _change_state(db: Connection, id: str, to: State, now: int, changes: dict[str, Any]) -> Batch:
-    """Bring a batch into another state; return it as it was."""
+def _batch(db: Connection, id: str) -> Batch:
+    """Return a batch, as a transaction sees it."""
     row = db.execute(BATCH, {"b_id": id}).mappings().first()
     if row is None:
         raise NotFoundError(id)
-    batch = _item(Batch, row)
+    return _item(Batch, row)
+
+
+def _change_state(db: Connection, id: str, to: State, now: int, changes: dict[str, Any]) -> Batch:
+    """Bring a batch into another state; return it as it was."""
+    batch = _batch(db, id)
     if to not in TRANSITIONS[batch.state]:
         raise StateError(f"a batch that is {batch.state} can't become {to}")
     values = {"state": to, f"{to}_at": now, **changes}

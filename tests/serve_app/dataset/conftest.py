@@ -1,18 +1,9 @@
-from types import SimpleNamespace
-
 import pytest
-import ray
-from ray import serve
 
-from tests.serve_app.jobs.generate_handle import Handle
+from tests.serve_app.jobs.generate_handle import Handle, put_in_place
 
 
 @pytest.fixture
 def handle(monkeypatch: pytest.MonkeyPatch) -> Handle:
     """The handle of the Engine `demo` in the application `llm`, without a cluster."""
-    handle = Handle()
-    app = SimpleNamespace(deployments={"Engine:demo": None})
-    monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={"llm": app}))
-    monkeypatch.setattr(serve, "get_deployment_handle", lambda *_, **__: handle)
-    return handle
+    return put_in_place(monkeypatch)

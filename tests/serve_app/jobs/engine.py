@@ -20,7 +20,21 @@ def custom_id_of(body: JSON) -> str:
     return str(body["messages"][0]["content"])
 
 
-class Engine:
+class Served:
+    """What a client says of models and loads where nothing is known of either."""
+
+    async def refresh(self) -> None:
+        return
+
+    def base_of(self, model: str) -> str | None:
+        return model
+
+    async def load(self, base: str | None) -> EngineLoad | None:
+        """Return nothing: the load isn't known."""
+        return None
+
+
+class Engine(Served):
     """Answers each row with its `custom_id`.
 
     Args:
@@ -79,12 +93,6 @@ class Engine:
         if status in (200, 400):
             self.final[custom_id] += 1
         return Answer(status, {"echo": custom_id} | ({"usage": USAGE} if status == 200 else {}))
-
-    async def refresh(self) -> None:
-        return
-
-    def base_of(self, model: str) -> str | None:
-        return model
 
     async def load(self, base: str | None) -> EngineLoad | None:
         """Return the load, if the number of places is set."""

@@ -1,7 +1,12 @@
 """A fake deployment handle; the test decides how its calls end."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
+import ray
+from ray import serve
 
 
 class Response:
@@ -46,3 +51,13 @@ class Handle:
         self.responses.append(Response())
         self.asked.put_nowait(self.responses[-1])
         return self.responses[-1]
+
+
+def put_in_place(monkeypatch: pytest.MonkeyPatch) -> Handle:
+    """Return the handle of the Engine `demo` in the application `llm`; no cluster is asked for it."""
+    handle = Handle()
+    app = SimpleNamespace(deployments={"Engine:demo": None})
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={"llm": app}))
+    monkeypatch.setattr(serve, "get_deployment_handle", lambda *_, **__: handle)
+    return handle

@@ -69,6 +69,21 @@ def put(store: Store, content: Contents, id: str, text: bytes, tenant: str = "an
 
 
 @contextmanager
+def failing_at(point: str) -> Iterator[None]:
+    """Let the disk fail at a failpoint."""
+
+    def fail(reached: str) -> None:
+        if reached == point:
+            raise OSError("the disk fails")
+
+    failpoints.hook = fail
+    try:
+        yield
+    finally:
+        failpoints.hook = None
+
+
+@contextmanager
 def commits() -> Iterator[asyncio.Event]:
     """Yield an event that is set at every write."""
     loop, event = asyncio.get_running_loop(), asyncio.Event()

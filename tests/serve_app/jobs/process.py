@@ -16,14 +16,14 @@ from serve_app.api.scheduling import Scheduling
 from serve_app.jobs import failpoints
 from serve_app.jobs.batches import BatchRunner
 from serve_app.jobs.key_rules import KeyRules
-from serve_app.jobs.pacing import EngineLoad, Fixed
+from serve_app.jobs.pacing import Fixed
 from serve_app.jobs.rows import Answer
 from serve_app.jobs.storage import delete_noted
-from tests.serve_app.jobs.engine import custom_id_of
+from tests.serve_app.jobs.engine import Served, custom_id_of
 from tests.serve_app.jobs.helpers import NOW, limits_of, opened
 
 
-class LoggedEngine:
+class LoggedEngine(Served):
     """Answers at once, and notes each call in a file that is there after a kill."""
 
     def __init__(self, calls: Path) -> None:
@@ -37,16 +37,6 @@ class LoggedEngine:
         os.write(self._handle, f"{custom_id}\n".encode())
         await asyncio.sleep(0)
         return Answer(200, {"echo": custom_id})
-
-    async def refresh(self) -> None:
-        return
-
-    def base_of(self, model: str) -> str | None:
-        return model
-
-    async def load(self, base: str | None) -> EngineLoad | None:
-        """Return nothing: it isn't known."""
-        return None
 
 
 async def main(folder: Path, calls: Path, limit: int, kill_at: int) -> None:

@@ -210,7 +210,8 @@ def test_a_state_of_each_version_goes_on(
     assert [one.id for one in store.open_batches()] == ["b", "c"]
     assert store.finished("b", 1, 3) == {1, 3}
     assert store.file("ben", "free").filename == "ü.jsonl"
-    batch = store.finish(batch, [2], Counts(1, 0, 0, 5, 0, 7, 0, 9))
+    store.finish(batch, [2], Counts(1, 0, 0, 5, 0, 7, 0, 9))
+    batch = store.batch("b")
     assert (batch.completed, batch.input_tokens, batch.output_tokens) == (2, 7, 9)
     store.move("b", "finalizing", NOW)
     store.end("b", "completed", NOW)

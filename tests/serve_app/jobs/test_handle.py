@@ -1,12 +1,9 @@
 """Calls of `/generate` over the handle of an Engine."""
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ray
-from ray import serve
 from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError
 
@@ -16,7 +13,7 @@ from serve_app.jobs.errors import RunError
 from serve_app.jobs.handle import HandleClient
 from serve_app.jobs.rows import Answer
 from tests.progress import STILL_S
-from tests.serve_app.jobs.generate_handle import Handle
+from tests.serve_app.jobs.generate_handle import Handle, put_in_place
 
 BODY = {"prompts": ["a"]}
 
@@ -24,12 +21,7 @@ BODY = {"prompts": ["a"]}
 @pytest.fixture
 def handle(monkeypatch: pytest.MonkeyPatch) -> Handle:
     """The handle of the Engine `demo` in the application `llm`, without a cluster."""
-    handle = Handle()
-    app = SimpleNamespace(deployments={"Engine:demo": None})
-    monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={"llm": app}))
-    monkeypatch.setattr(serve, "get_deployment_handle", lambda *_, **__: handle)
-    return handle
+    return put_in_place(monkeypatch)
 
 
 def send(**options: Any) -> "asyncio.Task[Answer]":

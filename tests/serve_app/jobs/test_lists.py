@@ -13,11 +13,12 @@ from serve_app.jobs.lists import Lists
 from serve_app.jobs.pacing import EngineLoad
 from serve_app.jobs.rows import Answer
 from tests.progress import STILL_S
+from tests.serve_app.jobs.engine import Served
 
 SCHEDULING = Scheduling()
 
 
-class Service:
+class Service(Served):
     """Answers each prompt with its text in capitals.
 
     Args:
@@ -63,12 +64,6 @@ class Service:
             "details": [None if text.startswith("bad") else {"n": len(text)} for text in prompts],
         }
         return failure or Answer(200, body | ({"errors": errors} if errors else {}))
-
-    async def refresh(self) -> None:
-        return
-
-    def base_of(self, model: str) -> str | None:
-        return model
 
     async def load(self, base: str | None) -> EngineLoad | None:
         return EngineLoad(1, 2)

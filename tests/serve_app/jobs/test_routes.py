@@ -31,6 +31,7 @@ from tests.serve_app.jobs.helpers import (
     CHAT,
     NOW,
     batch_of,
+    failing_at,
     file_of,
     ids_on_disk,
     limits_of,
@@ -57,14 +58,11 @@ async def test_requests_are_answered_while_the_threads_of_the_loop_are_busy(
 
 
 async def test_a_database_that_fails_is_told(site: Site, client: openai.AsyncOpenAI) -> None:
-    def fail(point: str) -> None:
-        if point == "content.sync":
-            raise OSError("No space left on device")
-
-    failpoints.hook = fail
-    with pytest.raises(openai.InternalServerError, match="disk or database fails"):
+    with (
+        failing_at("content.sync"),
+        pytest.raises(openai.InternalServerError, match="disk or database fails"),
+    ):
         await upload(client, row("a"))
-    failpoints.hook = None
     assert list((site.folder / "drafts").iterdir()) == []
     await upload(client, row("a"))
 

@@ -17,17 +17,18 @@ from serve_app.api.scheduling import Scheduling
 from serve_app.ingress.body import LARGE_BYTES
 from serve_app.jobs import rows
 from serve_app.jobs.batches import OpenBatch
-from serve_app.jobs.pacing import Auto, Backoff, EngineLoad, Fixed
+from serve_app.jobs.pacing import Auto, Backoff, Fixed
 from serve_app.jobs.rows import Answer, QuotaError, Row
 from serve_app.jobs.sender import Sender
 from tests.progress import STILL_S
+from tests.serve_app.jobs.engine import Served
 from tests.serve_app.jobs.helpers import batch_of, row, text_of
 
 BATCH = batch_of("b", "in")
 ROW = Row(1, text_of(row("x")))
 
 
-class Script:
+class Script(Served):
     """A client with answers that are told before."""
 
     def __init__(self, *answers: Answer | Exception) -> None:
@@ -41,16 +42,6 @@ class Script:
         if isinstance(answer, Exception):
             raise answer
         return answer
-
-    async def refresh(self) -> None:
-        return
-
-    def base_of(self, model: str) -> str | None:
-        return model
-
-    async def load(self, base: str | None) -> EngineLoad | None:
-        """Return nothing."""
-        return None
 
 
 class Waits(Backoff):

@@ -29,6 +29,7 @@ from tests.serve_app.jobs.helpers import (
     NOW,
     batch_of,
     bytes_of,
+    failing_at,
     file_of,
     ids_on_disk,
     limits_of,
@@ -308,46 +309,28 @@ def test_the_results_of_a_batch_that_lost_a_content_can_be_read(where: str, tmp_
     store.close()
 
 
-def test_results_of_a_batch_that_was_given_up_while_the_disk_failed_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_of_a_batch_that_was_given_up_while_the_disk_failed_are_read(tmp_path: Path) -> None:
     store, content = opened(tmp_path)
     put(store, content, "in", ROWS[0].text)
     store.add_batch(batch_of("b", "in"), 1)
     store.move("b", "in_progress", NOW, total=1)
     record(store, content, "b", [answered("b", ROWS[0], 200, {})])
     output = bytes_of(content, "file-b-out", store.batch("b").output_bytes)
-
-    def fail(point: str) -> None:
-        if point == "content.rename":
-            raise OSError("the disk fails")
-
-    monkeypatch.setattr(failpoints, "hook", fail)
-    with pytest.raises(OSError, match="the disk fails"):
+    with failing_at("content.rename"), pytest.raises(OSError, match="the disk fails"):
         give_up(store, content, "b", "the content of in is gone", NOW)
-    monkeypatch.setattr(failpoints, "hook", None)
     file = store.file("anna", "file-b-out")
     assert content.size(file.id) is None
     assert bytes_of(content, file.id, file.bytes) == output
     store.close()
 
 
-def test_a_batch_that_lost_its_input_before_its_first_result_leaves_no_content(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_that_lost_its_input_before_its_first_result_leaves_no_content(tmp_path: Path) -> None:
     store, content = opened(tmp_path)
     put(store, content, "in", ROWS[0].text)
     store.add_batch(batch_of("b", "in"), 1)
     store.move("b", "in_progress", NOW, total=1)
-
-    def fail(point: str) -> None:
-        if point == "content.synced":
-            raise OSError("the disk fails")
-
-    monkeypatch.setattr(failpoints, "hook", fail)
-    with pytest.raises(OSError, match="the disk fails"):
+    with failing_at("content.synced"), pytest.raises(OSError, match="the disk fails"):
         record(store, content, "b", [answered("b", ROWS[0], 200, {})])
-    monkeypatch.setattr(failpoints, "hook", None)
     content.remove("in")
     give_up(store, content, "b", "the content of in is gone", NOW)
     assert ids_on_disk(content) == set()

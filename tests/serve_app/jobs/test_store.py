@@ -167,7 +167,8 @@ def test_a_batch_takes_the_ways_of_the_table_only(store: Store) -> None:
 def test_rows_are_committed_once(store: Store) -> None:
     store.add_batch(batch_of("b", "in"), 1)
     before = store.move("b", "in_progress", NOW, total=3)
-    after = store.finish(before, [1, 3], Counts(1, 1, 0, 10, 20))
+    store.finish(before, [1, 3], Counts(1, 1, 0, 10, 20))
+    after = store.batch("b")
     assert (after.completed, after.failed, after.output_bytes, after.error_bytes) == (1, 1, 10, 20)
     assert store.finished("b", 1, 2) == {1}
     with pytest.raises(DatabaseError):
