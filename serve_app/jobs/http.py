@@ -1,7 +1,9 @@
 """A service over HTTP: rows that are sent to it, and what its answers say."""
 
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import httpx
@@ -17,8 +19,19 @@ from serve_app.jobs.rows import Answer
 
 STATS_TIMEOUT_S = 10.0
 
+POOL_CALLS = 16
+"""Calls at once over one pool of connections: httpx's work per call grows with the square of their number."""
+
 HEADERS = {"content-type": "application/json", KEEP_ALIVE: "1"}
 """The read timeout is a limit on the silence of the service, not on the time that a call waits."""
+
+
+@dataclass(slots=True)
+class _Pool:
+    """A pool of connections, and the calls that have one of them."""
+
+    http: httpx.AsyncClient
+    calls: int = 0
 
 
 class HTTPClient:
@@ -55,20 +68,23 @@ class HTTPClient:
         except ValueError as error:
             raise RunError(f"--url {error}") from None
         self._model = model
-        self._http = httpx.AsyncClient(
+        self._pool = partial(
+            httpx.AsyncClient,
             timeout=httpx.Timeout(connect=connect_s, read=read_s, write=write_s, pool=pool_s),
-            # The run itself bounds its calls.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
             headers={"authorization": f"Bearer {api_key}"} if api_key else {},
+            # To read the certificates takes 20 ms.
+            verify=httpx.create_ssl_context(),
             transport=transport,
         )
+        self._pools = [_Pool(self._pool())]
 
     async def send(
         self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
     ) -> Answer:
         """Send a row and return its answer."""
         try:
-            response = await self._http.post(f"{self.url}{endpoint}", content=to_json(body), headers=HEADERS)
+            with self._pooled() as http:
+                response = await http.post(f"{self.url}{endpoint}", content=to_json(body), headers=HEADERS)
         except httpx.HTTPError as error:
             # Timeouts and broken connections have no message.
             return _failed(503, f"{self.url}: {str(error) or type(error).__name__}")
@@ -85,7 +101,8 @@ class HTTPClient:
         """Return the statistics of the model's replicas; None where they can't be had now."""
         # Another version, or another server, may have statistics of any form.
         with suppress(httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError, StopIteration):
-            response = await self._http.get(f"{self.url}/stats", timeout=STATS_TIMEOUT_S)
+            with self._pooled() as http:
+                response = await http.get(f"{self.url}/stats", timeout=STATS_TIMEOUT_S)
             report = _report_of(response.raise_for_status().json()["models"], self._model)
             if not report.get("error"):
                 replicas: list[JSON] = report["replicas"]
@@ -94,7 +111,21 @@ class HTTPClient:
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._http.aclose()
+        for pool in self._pools:
+            await pool.http.aclose()
+
+    @contextmanager
+    def _pooled(self) -> Iterator[httpx.AsyncClient]:
+        """Return the context of a call, over a pool that has room. The run bounds the calls."""
+        pool = next((pool for pool in self._pools if pool.calls < POOL_CALLS), None)
+        if pool is None:
+            pool = _Pool(self._pool())
+            self._pools.append(pool)
+        pool.calls += 1
+        try:
+            yield pool.http
+        finally:
+            pool.calls -= 1
 
     async def __aenter__(self) -> Self:
         return self

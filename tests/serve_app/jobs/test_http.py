@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -132,6 +133,29 @@ async def test_an_error_after_the_answer_has_begun_says_whether_another_try_help
     answer = httpx.Response(200, content=b"   " + json.dumps(error.body()).encode())
     found = await send(http_client(lambda _: answer))
     assert (found.status, found.final, found.message) == (500, final, "two engines failed")
+
+
+MANY = 400
+COSTLIER = 4
+"""Times by which the CPU of a call may grow with the number of calls: with one pool it is 15."""
+
+
+async def test_many_calls_at_once_cost_no_more_each_than_few() -> None:
+    with listening(FakeService()) as url:
+        async with HTTPClient(url) as client:
+
+            async def cpu(at_once: int) -> float:
+                began = time.process_time()
+                for _ in range(MANY // at_once):
+                    answers = await asyncio.gather(
+                        *(send(client, BODY | {"task_id": None}) for _ in range(at_once))
+                    )
+                    assert {answer.status for answer in answers} == {200}, answers[-1].message
+                return time.process_time() - began
+
+            # The second time, all have idle connections to look through.
+            await cpu(MANY)
+            assert await cpu(MANY) < COSTLIER * await cpu(10)
 
 
 async def test_an_answer_that_breaks_off_can_be_retried() -> None:
