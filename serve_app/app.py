@@ -91,7 +91,7 @@ def build(args: dict[str, Any]) -> Application:
     more: list[Application] = []
     if settings.batches is not None:
         batches = {"grace_s": BATCHES_GRACE_S, "answers_in_s": BATCHES_ANSWERS_IN_S}
-        more = [_single(Batches, BATCHES, settings, engines, quotas, **batches)]
+        more = [_single(Batches, BATCHES, settings, engines, quotas is not None, **batches)]
     return ingress.bind(settings, engines, *more, **({} if quotas is None else {"quotas": quotas}))
 
 

@@ -20,6 +20,7 @@ import yaml
 from serve_app.auth.keys import Key, expired_keys, hash_key, new_key, plain_keys, read_keys
 from serve_app.auth.rotation import RotationError, add_secret, drop_old_secret, entry_of
 from serve_app.settings.schema import SettingsError
+from serve_app.settings.usage import Quota
 from serve_app.system.command_line import WrongInput, run
 
 Command = TypeVar("Command", bound=Callable[..., object])
@@ -45,6 +46,28 @@ def _list_option(name: str, help: str, metavar: str) -> Callable[[Command], Comm
     return click.option(name, multiple=True, metavar=f"{metavar}[,{metavar}]", help=f"{help}  [default: all]")
 
 
+LIMITS = {
+    "tokens_per_minute": "Most tokens of prompts and answers in a minute",
+    "tokens_per_day": "Most tokens in a day",
+    "tokens_per_month": "Most tokens in a month",
+    "requests_per_minute": "Most requests in a minute",
+    "max_concurrency": "Most requests in flight",
+}
+"""The limits of a quota, in words."""
+
+
+def _limit_options(command: Command) -> Command:
+    """Add an option for each limit of a quota."""
+    for name, about in reversed(LIMITS.items()):
+        command = click.option(
+            f"--{name.replace('_', '-')}",
+            type=int,
+            metavar="N",
+            help=f"{about}, at all replicas together; needs args.usage.quotas.  [default: no limit]",
+        )(command)
+    return command
+
+
 @keys.command()
 @click.option("--name", required=True, help="Person or program that gets the key; unique.")
 @click.option("--tenant", required=True, help="Tenant of its requests; tenants share the engines fairly.")
@@ -67,18 +90,7 @@ def _list_option(name: str, help: str, metavar: str) -> Callable[[Command], Comm
     help="Date, or time with its zone, from which on the key is invalid: 2027-01-31, "
     "2027-01-31T18:00:00Z.  [default: never]",
 )
-@click.option(
-    "--requests-per-minute",
-    type=int,
-    metavar="N",
-    help="Most requests within a minute at each Ingress replica.  [default: no limit]",
-)
-@click.option(
-    "--max-concurrency",
-    type=int,
-    metavar="N",
-    help="Most requests in flight at each Ingress replica.  [default: no limit]",
-)
+@_limit_options
 @click.option(
     "--any-tenant",
     is_flag=True,
@@ -102,6 +114,7 @@ def new(
     Examples:
       saturate keys new --name ada --tenant research >> keys.yaml
       saturate keys new --name nightly --tenant batch --tiers flex >> keys.yaml
+      saturate keys new --name trial --tenant guests --requests-per-minute 60 --tokens-per-day 100000
     """
     if more_tiers and not tiers:
         raise click.UsageError(f"got unexpected extra argument {more_tiers[0]!r}")
@@ -112,6 +125,8 @@ def new(
         if texts:
             entry[field] = [each for text in texts for each in text.split(",")]
     entry["sha256"] = hash_key(key.encode())
+    if quota := {name: entry.pop(name) for name in Quota.model_fields if name in entry}:
+        entry["quota"] = quota
     text = yaml.safe_dump([entry], sort_keys=False, allow_unicode=True)
     try:
         read_keys(text, "the key")
@@ -257,10 +272,8 @@ def _keep_owner(file: Path, new: str) -> None:
 
 
 def _row(key: Key, now: float) -> tuple[str, ...]:
-    limits = [
-        f"{key.requests_per_minute}/min" if key.requests_per_minute else "",
-        f"{key.max_concurrency} at once" if key.max_concurrency else "",
-    ]
+    quota = key.quota.model_dump(exclude_none=True) if key.quota else {}
+    limits = [f"{name} {limit}" for name, limit in quota.items()]
     marks = [
         "admin" if key.admin else "",
         "any tenant" if key.any_tenant else "",

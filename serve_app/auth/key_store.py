@@ -12,7 +12,6 @@ from serve_app.api.headers import Headers, bearer_token
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import TIER_PRIORITY, Scheduling, SchedulingFields, scheduling_of
 from serve_app.auth.keys import Key, State, check_together, expired_keys, hash_key, plain_keys, read_keys
-from serve_app.auth.rate_limit import RateLimit
 from serve_app.settings.addresses import Networks, client_address
 from serve_app.settings.ingress import AccessSettings
 from serve_app.settings.schema import SettingsError
@@ -30,21 +29,19 @@ have the state of the models, versions and routes, and nothing of keys or tenant
 
 
 class Caller:
-    """A key and its rate limit in this process.
+    """A key, and what its requests may do.
 
     Attributes:
         key: The key.
-        rate_limit: Its requests per minute and in flight.
         models: Ids of the models that its requests may name; None: all.
         allow_from: Addresses from which it may be used; None: all.
         expires_at: Seconds since the epoch at which it becomes invalid.
     """
 
-    __slots__ = ("_priorities", "_usual", "allow_from", "expires_at", "key", "models", "rate_limit")
+    __slots__ = ("_priorities", "_usual", "allow_from", "expires_at", "key", "models")
 
-    def __init__(self, key: Key, rate_limit: RateLimit) -> None:
+    def __init__(self, key: Key) -> None:
         self.key = key
-        self.rate_limit = rate_limit
         self.models: Collection[str] | None = None if key.models is None else frozenset(key.models)
         self.allow_from = None if key.allow_from is None else Networks(key.allow_from)
         self.expires_at = key.expires_at
@@ -84,7 +81,7 @@ class KeyStore:
     Args:
         settings: Sources of the keys.
         environment: Environment variables, for `keys_env`.
-        clock: Monotonic clock of the rate limits and of the looks at the file, in seconds.
+        clock: Monotonic clock of the looks at the file, in seconds.
         now: Time of day, in seconds since the epoch, at which keys expire.
         quotas: The service keeps quotas: without it, a key that has one is refused.
 
@@ -103,7 +100,6 @@ class KeyStore:
     ) -> None:
         self._quotas = quotas
         self._file = WatchedFile(settings.keys_file, "access.keys_file") if settings.keys_file else None
-        self._clock = clock
         self._now = now
         self._trusted_proxies = Networks(settings.trusted_proxies)
         self._fixed: list[Key] = []
@@ -113,7 +109,6 @@ class KeyStore:
             self._fixed = self._read(environment[name], f"access.keys_env ({name})")
         self._keys: dict[str, Key] = {}
         self._callers: dict[str, Caller] = {}
-        self._rate_limits: dict[str, RateLimit] = {}
         self._rounds = Rounds("the look at the API keys", clock=clock)
         self._watched = False
         self._load()
@@ -212,18 +207,10 @@ class KeyStore:
         check_together(keys, places, "access")
         if not self._quotas and (limited := [key.name for key in keys if key.quota]):
             raise SettingsError(f"access: the quota of the key {limited[0]!r} needs args.usage.quotas")
-        # A key keeps the state of its limits through a reload, and through a change of its secrets.
-        self._rate_limits = {key.name: self._rate_limit(key) for key in keys}
         self._keys = {key.name: key for key in keys}
-        callers = [Caller(key, self._rate_limits[key.name]) for key in keys]
+        callers = list(map(Caller, keys))
         # One assignment, since other threads read it meanwhile.
         self._callers = {hash: caller for caller in callers for hash in caller.key.hashes}
-
-    def _rate_limit(self, key: Key) -> RateLimit:
-        rate_limit = self._rate_limits.get(key.name) or RateLimit(self._clock)
-        rate_limit.rate_per_minute = key.requests_per_minute
-        rate_limit.max_concurrency = key.max_concurrency
-        return rate_limit
 
     def _read(self, text: str, source: str) -> list[Key]:
         """Read a list of keys; log a warning about each that has expired or stands there in plain.

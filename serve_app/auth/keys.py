@@ -20,7 +20,7 @@ from serve_app.api.scheduling import TIER_PRIORITY, Tenant
 from serve_app.api.validation import field_path, suggestion
 from serve_app.settings.addresses import Network
 from serve_app.settings.batches import BatchLimits
-from serve_app.settings.fields import Positive, ServedId, Strict, Weight
+from serve_app.settings.fields import ServedId, Strict, Weight
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.usage import Quota
 
@@ -92,8 +92,6 @@ class Key(Strict):
         any_tenant: Requests may name other tenants: for a gateway that serves several.
         tiers: Service tiers that requests may use. One that names no tier gets `default`, or the first of
             these if `default` is not among them.
-        requests_per_minute: Most requests within any 60 s at one Ingress replica; by default no limit.
-        max_concurrency: Most requests in flight at one Ingress replica; by default no limit.
         models: Ids of the models and adapters that requests may name; by default all.
         allow_from: Ranges of addresses from which clients may use the key; by default all.
         expires: Moment, in UTC, from which on the key is invalid; by default never.
@@ -109,8 +107,6 @@ class Key(Strict):
     weight: Weight | None = None
     any_tenant: Flag = False
     tiers: Annotated[tuple[Tier, ...], Field(min_length=1)] = ("priority", "default", "flex")
-    requests_per_minute: Positive | None = None
-    max_concurrency: Positive | None = None
     models: Annotated[tuple[ServedId, ...], Field(min_length=1)] | None = None
     allow_from: Annotated[tuple[Network, ...], Field(min_length=1)] | None = None
     expires: Annotated[datetime, PlainValidator(_expiry)] | None = None
@@ -283,6 +279,8 @@ def _describe(place: tuple[int | str, ...], type: str, message: str) -> str:
         fields = _SECTIONS.get(place[-2], Key).model_fields
         known = suggestion(str(place[-1]), fields, "serve_app/README.md has them all", "allowed are")
         message = f"unknown field{known}"
+        if len(place) == 2 and place[-1] in Quota.model_fields:
+            message = f"is a limit of the key's `quota`, for all replicas together: quota: {{{place[-1]}: …}}"
         if not _FIELD.fullmatch(str(place[-1])):
             place = place[:-1]
     return f"{field_path(place)}: {message.removeprefix('Value error, ')}"

@@ -23,8 +23,8 @@ from serve_app.dataset.options import DEFAULT_URL
 from serve_app.dataset.prompts import Prompter
 from serve_app.dataset.readers import open_source
 from serve_app.jobs.errors import RunError
-from serve_app.ledger.call_lengths import CallLengths
-from serve_app.ledger.reading import LedgerError, open_ledger, read
+from serve_app.ledger.report import LedgerError, LedgerFiles
+from serve_app.relay.usage import Tokens
 from serve_app.tuning.generator import Generator
 from serve_app.tuning.goals import METRICS, Goal, parse_goals
 from serve_app.tuning.guidellm import GuideLLM, check_guidellm
@@ -270,7 +270,7 @@ def tune(
         seed=seed,
         beside_batch=beside_batch,
     )
-    if calls is not None and (model or not calls.models):
+    if calls is not None and (model or not calls):
         # Before the service is asked.
         question.requests(model or "any model")
     config = RunningConfig(url) if apply_ else None
@@ -303,15 +303,15 @@ def tune(
     return 0 if _holds(run) else NO_PLAN
 
 
-def read_calls(place: str, since: datetime) -> CallLengths:
-    """Return lengths of the calls in a ledger.
+def read_calls(place: str, since: datetime) -> dict[str, list[Tokens]]:
+    """Return lengths of the calls in a ledger, by model.
 
     Raises:
         click.UsageError: It can't be read.
     """
     try:
-        return read(*open_ledger(place), CallLengths(since))
-    except (LedgerError, ImportError) as error:
+        return LedgerFiles(place).lengths(since)
+    except LedgerError as error:
         raise click.UsageError(f"--ledger: {error}") from None
     except OSError as error:
         raise click.UsageError(f"--ledger: {place}: {error.strerror or error}") from None

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -10,7 +10,6 @@ import click
 
 from serve_app.cli.progress import Progress
 from serve_app.cli.tune_config import RunningConfig
-from serve_app.ledger.call_lengths import CallLengths
 from serve_app.relay.usage import Tokens
 from serve_app.tuning.choice import MARGIN, choose
 from serve_app.tuning.generator import Generator
@@ -52,7 +51,7 @@ class Question:
         input: Tokens of a prompt.
         output: Tokens of an answer.
         prompts: Prompts of a dataset; empty: random ones.
-        ledger: Lengths of calls, in place of `input` and `output`; None: those.
+        ledger: Lengths of calls by model, in place of `input` and `output`; None: those.
         goals: The goals.
         seconds: Length of a step.
         loop: Which edges are looked for.
@@ -68,7 +67,7 @@ class Question:
     input: Lengths
     output: Lengths
     prompts: Sequence[Prompt]
-    ledger: CallLengths | None
+    ledger: Mapping[str, Sequence[Tokens]] | None
     goals: tuple[Goal, ...]
     seconds: float
     loop: Literal["both", "open", "closed"]
@@ -85,9 +84,9 @@ class Question:
         """
         if self.ledger is None:
             return Requests(model, self.input, self.output, self.prompts, tier=tier)
-        calls = self.ledger.of(model)
+        calls = self.ledger.get(model)
         if not calls:
-            others = ", ".join(self.ledger.models) or "none"
+            others = ", ".join(sorted(self.ledger)) or "none"
             raise click.UsageError(
                 f"--ledger: it has no answered call of {model} in this time (models with calls: {others}); "
                 "take an earlier --since, or --input and --output"

@@ -5,6 +5,8 @@ import io
 import json
 from collections.abc import Callable, Sequence
 from datetime import datetime
+from decimal import Decimal
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,8 @@ import click
 import yaml
 
 from serve_app.cli.option_values import moment, parsed
-from serve_app.ledger.files import PRICES
-from serve_app.ledger.prices import Prices, prices_of, unpack
-from serve_app.ledger.reading import Files, LedgerError, open_ledger, read
-from serve_app.ledger.report import BY, Line, Report, Total
+from serve_app.ledger.prices import NOTHING, Prices, prices_of
+from serve_app.ledger.report import BY, LedgerError, LedgerFiles, Line, Total
 from serve_app.settings.completion import IMPORT_PATH
 from serve_app.settings.schema import parse
 from serve_app.settings.usage import UsageSettings
@@ -89,8 +89,8 @@ def usage(
     engine_s       seconds in the engine, summed over calls that ran side by side
     price          where there are prices: of the config, or those beside the files
 
-    Calls that run now are in it with their tokens so far (outcome `running`), and so are those of a replica
-    that was killed (`lost`): at most their last second is missing. Lost and failed calls cost nothing.
+    A call has its row within a second of its end. A call that was lost with its engine (`lost`) has a row
+    without tokens. Lost and failed calls cost nothing. Prices are exact decimals.
 
     Exit codes: 0, also without calls; 1 a file can't be read; 2 there is no such ledger or config, or it is
     wrong.
@@ -109,18 +109,16 @@ def usage(
         raise click.UsageError(f"name the ledger's folder or URL, or a config with one (--config){where}")
     if until and until <= since:
         raise click.UsageError("--until must be later than --since")
-    report = Report(by, since=since, until=until)
     try:
-        files, folder = open_ledger(place)
-        read(files, folder, report)
-        prices = prices_of(settings) or _kept_prices(files, folder)
-    except (LedgerError, ImportError) as error:
+        files = LedgerFiles(place)
+        prices = prices_of(settings) or files.prices
+        lines = files.sums(by, since=since, until=until, prices=prices)
+    except LedgerError as error:
         raise WrongInput(str(error)) from None
     except OSError as error:
         raise click.ClickException(f"{place}: {error.strerror or error}") from None
-    if report.wrong:
-        click.echo(f"warning: {report.wrong} lines are no rows of the ledger; they are left out", err=True)
-    lines = report.lines(prices)
+    if files.wrong:
+        click.echo(f"warning: {files.wrong} lines are no rows of the ledger; they are left out", err=True)
     print(FORMS[form](by, lines, prices, since, until), end="")
 
 
@@ -142,14 +140,6 @@ def _settings(path: Path) -> UsageSettings:
     return next(iter([*with_ledger, *found]), UsageSettings())
 
 
-def _kept_prices(files: Files, folder: Path) -> Prices | None:
-    """Return the prices that the service has left beside its rows."""
-    try:
-        return unpack(files.read(folder / PRICES))
-    except (FileNotFoundError, ValueError):
-        return None
-
-
 def _numbers(lines: Sequence[Line], prices: Prices | None) -> list[str]:
     """Return the columns of numbers that say something."""
     shown = [name for name in NUMBERS if name != "cost" or any(line.total.cost for line in lines)]
@@ -157,9 +147,8 @@ def _numbers(lines: Sequence[Line], prices: Prices | None) -> list[str]:
 
 
 def _sum(lines: Sequence[Line], prices: Prices | None) -> Total:
-    price = sum(line.total.price or 0.0 for line in lines) if prices else None
-    sums = {name: sum(getattr(line.total, name) for line in lines) for name in NUMBERS}
-    return Total(**sums, price=price)
+    start = Total(price=NOTHING if prices else None)
+    return reduce(Total.plus, (line.total for line in lines), start)
 
 
 def _table(
@@ -250,6 +239,9 @@ def _shown(name: str, total: Total) -> str:
 
 def _plain(name: str, total: Total) -> Any:
     value = getattr(total, name)
+    if isinstance(value, Decimal):
+        # Without an exponent, and without the zeros that a division leaves.
+        return f"{value.normalize():f}"
     return round(value, 6) if isinstance(value, float) else value
 
 

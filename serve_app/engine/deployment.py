@@ -10,17 +10,16 @@ from serve_app.api.errors import EngineLostError, RequestError, engine_failed
 from serve_app.api.facts import facts_of_call
 from serve_app.api.protocol import JSON, GenerateRequest, GenerateResponse, parse_generate
 from serve_app.api.routes import GENERATE, unserved
+from serve_app.engine.accounts import Accounts
 from serve_app.engine.adapters import AdapterError
 from serve_app.engine.autoscaling import autoscaling_stats
 from serve_app.engine.grammars import GrammarCheck
 from serve_app.engine.job import Job
 from serve_app.engine.openai import OpenAI
-from serve_app.engine.quotas import CallQuotas
 from serve_app.engine.replica import (
     DRAIN_S,
     answer,
     device_name,
-    origin_of,
     replica_name,
     replica_stats,
     replica_tag,
@@ -29,10 +28,10 @@ from serve_app.engine.replica import (
 )
 from serve_app.engine.turns import EngineTurns, Place, asking
 from serve_app.engine.watchdog import EngineWatch, LoopWatch
+from serve_app.ledger.calls import Call, origin_of
 from serve_app.ledger.metrics import UsageMetrics
-from serve_app.ledger.writer import ledger_of, new_book, start_writer
-from serve_app.quotas.handle import Handle
-from serve_app.relay.frame import LOST, pack_error, split
+from serve_app.quotas.client import BY_QUOTA, Handle
+from serve_app.relay.frame import KEEP_ALIVE, LOST, pack_error, split, with_headers
 from serve_app.relay.keepalive import with_keepalive
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.adapters import AdapterSettings
@@ -71,9 +70,6 @@ class Engine:
     _held = 0
     """Tokens of the calls that this replica answers, as their callers estimate them."""
 
-    _quotas = CallQuotas()
-    """Quotas of tenants; by default there are none."""
-
     _turns: EngineTurns | None = None
     """Turns on a shared device; None: it has one of its own."""
 
@@ -99,10 +95,8 @@ class Engine:
         self._id = settings.id
         self._max_prompts = max_prompts
         self._tenants = telemetry.tenants
-        self._book = new_book(settings.id, replica_tag())
-        self._writer = start_writer(usage, self._book)
+        self._accounts = Accounts(settings.id, replica_tag(), usage, quotas)
         self._default_output = settings.sampling.max_tokens
-        self._quotas = CallQuotas(usage.quotas, quotas, replica_tag())
         with preserved_handlers():
             # Imported only where a model is held: vLLM takes seconds and a gigabyte.
             from serve_app.engine.vllm.engine import VLLMEngine
@@ -117,7 +111,7 @@ class Engine:
                 self._engine = VLLMEngine(
                     settings,
                     max_prompts=max_prompts,
-                    book=self._book,
+                    book=self._accounts.book,
                     metrics=telemetry.metrics and telemetry.engine_metrics,
                 )
                 app, self._routes = await self._engine.start()
@@ -207,13 +201,12 @@ class Engine:
                 "POST", GENERATE, b"", [], b"", scheduling, facts=facts, adapter=adapter, source="handle"
             )
         )
-        # The quota of an HTTP call is reserved by its Ingress.
-        quota = self._quotas.reserved(scheduling.tenant, facts, self._engine.max_model_len, job.usage)
         try:
-            async with quota:
-                with self._accounted(job):
-                    self._check(job)
-                    response = await self._generated(job, lambda: call)
+            with self._accounted(job):
+                self._check(job)
+                if self._limited(job):
+                    await self._reserve(job)
+                response = await self._generated(job, lambda: call)
         except RequestError:
             if self._lost(job):
                 raise EngineLostError from None
@@ -224,9 +217,17 @@ class Engine:
         """Answer an HTTP request, as relay messages."""
         job = self._job(request)
         path = request.path
-        with self._accounted(job):
+        headers: list[tuple[bytes, bytes]] = []
+        with self._accounted(job) as recorded:
             try:
                 self._check(job)
+                if self._limited(job):
+                    try:
+                        async with aclosing(with_keepalive(self._reserve(job))) as messages:
+                            async for message in messages:
+                                yield message
+                    finally:
+                        headers = self._accounts.headers(recorded, request.quota)
                 if path == GENERATE:
                     answer = with_keepalive(self._completed(job))
                 else:
@@ -236,17 +237,21 @@ class Engine:
                                 yield message
                     answer = self._openai.answer(job)
             except RequestError as error:
-                yield pack_error(error, path)
+                if self._limited(job) and recorded.reservation is None and error.status == 429:
+                    headers = [*headers, BY_QUOTA]
+                yield with_headers(pack_error(error, path), headers)
                 return
             async with aclosing(answer) as messages:
                 async for message in messages:
+                    if headers and message != KEEP_ALIVE:
+                        message, headers = with_headers(message, headers), []
                     for part in split(message, path):
                         yield part
 
     async def stats(self) -> JSON:
         """Return the batcher's statistics, the engine's limits and goals, and the usage since the start."""
         counters = self._engine.stats
-        usage = usage_stats(self._book, self._tenants) | {
+        usage = usage_stats(self._accounts.book, self._tenants) | {
             # For a comparison: the ledger counts by call, vLLM by step.
             "engine": {"prompt": counters.prompt, "output": counters.output}
         }
@@ -282,6 +287,20 @@ class Engine:
 
     def _job(self, request: RelayRequest) -> Job:
         return Job(request)
+
+    def _limited(self, job: Job) -> bool:
+        """Return whether a job may have a quota."""
+        assert job.call is not None
+        return self._accounts.limits(job.call, job.request.quota)
+
+    async def _reserve(self, job: Job) -> None:
+        """Reserve what a job needs of its quotas.
+
+        Raises:
+            RequestError: They don't allow it.
+        """
+        assert job.call is not None
+        await self._accounts.reserve(job.call, job.request.quota, job.facts, self._engine.max_model_len)
 
     async def _generated(self, job: Job, parse: Callable[[], GenerateRequest]) -> GenerateResponse:
         """Return the answer to a call of `/generate`, or of the handle.
@@ -336,23 +355,23 @@ class Engine:
 
     def _flush(self) -> None:
         """Write what the ledger has not got yet."""
-        if self._writer is not None:
-            self._writer.flush()
+        self._accounts.flush()
 
     @contextmanager
-    def _accounted(self, job: Job) -> Iterator[None]:
-        """Account for a job, and end what is left of it."""
+    def _accounted(self, job: Job) -> Iterator[Call]:
+        """Account for a job, and end what is left of it; yield its call."""
         tokens = job.facts.tokens
         self._held += tokens
-        job.call = self._book.open(origin_of(job.request), job.usage)
+        call = job.call = self._accounts.open(origin_of(job.request), job.usage)
         try:
-            yield
+            yield call
         finally:
             self._held -= tokens
             if job.slot is not None and not job.placed:
                 # The slot of a prompt is given back at the prompt's end, which may come later.
                 job.slot.release(job.failure)
-            job.call.close("lost" if self._engine.died else "ok")
+            call.admitted = job.slot is not None and job.failure is None
+            call.close("lost" if self._engine.died else "ok")
             self._telemetry.answered(job.request, job.began, job.usage)
 
     async def check_health(self) -> None:
@@ -375,17 +394,15 @@ class Engine:
             self._turns.stop()
         if engine := getattr(self, "_engine", None):
             await engine.stop(DRAIN_S)
-        if writer := getattr(self, "_writer", None):
-            await asyncio.to_thread(writer.stop)
+        if accounts := getattr(self, "_accounts", None):
+            await accounts.stop()
         if telemetry := getattr(self, "_telemetry", None):
             telemetry.stop()
-        if quotas := getattr(self, "_quotas", None):
-            quotas.stop()
 
     def _engine_metrics(self, meters: Meters) -> Callable[[], None]:
         engine, model, watch = self._engine, self._id, self._loop_watch
 
-        usage = UsageMetrics(self._book, ledger_of(self._writer), meters, self._tenants)
+        usage = UsageMetrics(self._accounts.book, self._accounts.ledger, meters, self._tenants)
 
         def report() -> None:
             usage()

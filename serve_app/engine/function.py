@@ -16,29 +16,27 @@ from serve_app.api.errors import RequestError
 from serve_app.api.facts import NOTHING
 from serve_app.api.protocol import JSON, ProcessRequest, parse_process
 from serve_app.api.scheduling import Scheduling
+from serve_app.engine.accounts import Accounts
 from serve_app.engine.batch_call import BatchCall, run_records
-from serve_app.engine.quotas import CallQuotas
 from serve_app.engine.replica import (
     DRAIN_S,
     answer,
-    origin_of,
     replica_stats,
     replica_tag,
     usage_stats,
 )
 from serve_app.engine.watchdog import LoopWatch
-from serve_app.ledger.calls import Origin
+from serve_app.ledger.calls import Call, Origin, origin_of
 from serve_app.ledger.metrics import UsageMetrics
-from serve_app.ledger.writer import ledger_of, new_book, start_writer
-from serve_app.quotas.handle import Handle
-from serve_app.relay.frame import split
+from serve_app.quotas.client import BY_QUOTA, Handle
+from serve_app.relay.frame import KEEP_ALIVE, pack_error, split, with_headers
 from serve_app.relay.keepalive import with_keepalive
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import Outcome, RequestUsage, Usage
 from serve_app.settings.models import FunctionSettings
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.telemetry import SILENT, TelemetrySettings
-from serve_app.settings.usage import NO_USAGE, UsageSettings
+from serve_app.settings.usage import NO_USAGE, Quota, UsageSettings
 from serve_app.system.serve_logging import flush_warnings
 from serve_app.telemetry.catalogue import LOOP_HELD
 from serve_app.telemetry.engine import EngineTelemetry
@@ -79,9 +77,7 @@ class FunctionEngine:
         self._id = settings.id
         self._max_records = max_records
         self._tenants = telemetry.tenants
-        self._book = new_book(settings.id, replica_tag())
-        self._writer = start_writer(usage, self._book)
-        self._quotas = CallQuotas(usage.quotas, quotas, replica_tag())
+        self._accounts = Accounts(settings.id, replica_tag(), usage, quotas)
         self._model = _build(settings)
         self._batcher: DynamicBatcher[Any, Any] = DynamicBatcher(
             self._model.process,
@@ -109,11 +105,10 @@ class FunctionEngine:
             request = parse_process(request, max_records=self._max_records)
         scheduling = request.scheduling()
         origin = Origin("", scheduling.tenant, scheduling.priority, "process", "handle")
-        # Its records are no tokens: it counts as one request.
         usage = RequestUsage()
-        async with self._quotas.reserved(scheduling.tenant, NOTHING, None, usage):
-            with self._book.open(origin, usage):
-                return await self._process(request, scheduling, usage)
+        with self._accounts.open(origin, usage) as call:
+            await self._reserve(call)
+            return await self._process(request, scheduling, usage)
 
     async def relay(self, request: RelayRequest) -> AsyncGenerator[bytes, None]:
         """Answer an HTTP request, as relay messages."""
@@ -122,15 +117,26 @@ class FunctionEngine:
             body = self._answer_embeddings(request, usage)
         else:
             body = self._answer_process(request, usage)
-        with self._book.open(origin_of(request), usage):
+        with self._accounts.open(origin_of(request), usage) as call:
+            try:
+                await self._reserve(call, request.quota)
+            except RequestError as error:
+                body.close()
+                headers = self._accounts.headers(call, request.quota)
+                refused = [BY_QUOTA] if error.status == 429 else []
+                yield with_headers(pack_error(error, request.path), [*headers, *refused])
+                return
+            headers = self._accounts.headers(call, request.quota)
             async with aclosing(with_keepalive(answer(body, usage, request))) as messages:
                 async for message in messages:
+                    if headers and message != KEEP_ALIVE:
+                        message, headers = with_headers(message, headers), []
                     for part in split(message, request.path):
                         yield part
 
     async def stats(self) -> JSON:
         """Return the batcher's statistics, and the usage since the start."""
-        return replica_stats(self._batcher.stats, usage=usage_stats(self._book, self._tenants))
+        return replica_stats(self._batcher.stats, usage=usage_stats(self._accounts.book, self._tenants))
 
     async def check_health(self) -> None:
         """Raise if the batcher has stopped or the object says that it can't go on."""
@@ -146,23 +152,30 @@ class FunctionEngine:
     async def __del__(self) -> None:
         if batcher := getattr(self, "_batcher", None):
             await batcher.stop(timeout=DRAIN_S)
-        if writer := getattr(self, "_writer", None):
-            await asyncio.to_thread(writer.stop)
+        if accounts := getattr(self, "_accounts", None):
+            await accounts.stop()
         if watch := getattr(self, "_loop_watch", None):
             watch.stop()
         if telemetry := getattr(self, "_telemetry", None):
             telemetry.stop()
-        if quotas := getattr(self, "_quotas", None):
-            quotas.stop()
 
     def _engine_metrics(self, meters: Meters) -> Callable[[], None]:
-        usage = UsageMetrics(self._book, ledger_of(self._writer), meters, self._tenants)
+        usage = UsageMetrics(self._accounts.book, self._accounts.ledger, meters, self._tenants)
 
         def report() -> None:
             usage()
             meters.record(LOOP_HELD, self._loop_watch.take_longest(), self._id)
 
         return report
+
+    async def _reserve(self, call: Call, quota: Quota | None = None) -> None:
+        """Reserve a call: its records are no tokens, it counts as one request.
+
+        Raises:
+            RequestError: Its quotas don't allow it.
+        """
+        if self._accounts.limits(call, quota):
+            await self._accounts.reserve(call, quota, NOTHING, None)
 
     async def _answer_process(self, relayed: RelayRequest, usage: RequestUsage) -> bytes:
         request = parse_process(relayed.body, max_records=self._max_records)

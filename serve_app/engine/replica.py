@@ -15,7 +15,7 @@ from batcher import Stats
 from serve_app.api.errors import FAULT, RequestError, internal_error
 from serve_app.api.headers import request_id
 from serve_app.api.protocol import JSON
-from serve_app.ledger.calls import OTHER, CallBook, Origin, Sums
+from serve_app.ledger.calls import OTHER, CallBook, Sums
 from serve_app.relay.frame import Head, pack, pack_error
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage
@@ -64,22 +64,6 @@ def device_name() -> str:
     """Return a name of this replica's device: replicas with the same one share its memory."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return f"{ray.get_runtime_context().get_node_id()}:{visible}"
-
-
-def origin_of(request: RelayRequest) -> Origin:
-    """Return the origin of a request."""
-    scheduling = request.scheduling
-    return Origin(
-        request.key,
-        scheduling.tenant,
-        scheduling.priority,
-        # A call of the handle names its method.
-        request.path.lstrip("/") if request.source == "handle" else request.path,
-        request.source,
-        request.headers,
-        request.resumes,
-        request.adapter,
-    )
 
 
 def usage_stats(book: CallBook, tenants: int) -> JSON:

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 from batcher import ContinuousBatcher
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
-from serve_app.quotas.handle import Handle
+from serve_app.quotas.client import Handle
 from serve_app.system import cancellation
 from serve_app.system.rounds import Rounds
 from serve_app.turns.messages import Demand, Order, Report, State

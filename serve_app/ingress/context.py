@@ -13,10 +13,6 @@ from serve_app.api.scheduling import Scheduling, SchedulingFields, scheduling_of
 from serve_app.auth.key_store import OPEN, Caller, KeyStore
 from serve_app.ingress.body import BodyBudget, HeldBody
 from serve_app.ingress.http10 import TooLargeError, WholeAnswer
-from serve_app.quotas.client import KeyQuota, QuotaClient
-from serve_app.quotas.lease import Lease
-from serve_app.quotas.reservation import Reservation
-from serve_app.settings.usage import Quota
 from serve_app.telemetry.request_tracker import RequestTracker, TrackedRequest
 
 RATE_LIMIT_HEADERS = tuple(
@@ -30,11 +26,6 @@ _KEY = "context"
 """Key of the context in the `state` of a scope."""
 
 
-def key_quota(name: str, quota: Quota | None) -> KeyQuota | None:
-    """Return the quota of a key as the client takes it; None: the key has none."""
-    return None if quota is None else KeyQuota(name, quota)
-
-
 class RequestContext(TrackedRequest):
     """A request from its arrival to its end: what it holds, and what telemetry records of it.
 
@@ -45,18 +36,14 @@ class RequestContext(TrackedRequest):
     Attributes:
         caller: Its key; None: the service asks for none, or the path needs none.
         body: The bytes that it holds of the budget.
-        reservation: The reservation of its quotas; None: it has none yet.
-        leases: Its leases, if the quotas have refused it.
     """
 
-    __slots__ = ("body", "caller", "leases", "reservation")
+    __slots__ = ("body", "caller")
 
     def __init__(self, scope: MutableMapping[str, Any], budget: BodyBudget) -> None:
         super().__init__(scope)
         self.caller: Caller | None = None
         self.body = HeldBody(budget)
-        self.reservation: Reservation | None = None
-        self.leases: Sequence[Lease] | None = None
 
     @property
     def models(self) -> Collection[str] | None:
@@ -76,36 +63,6 @@ class RequestContext(TrackedRequest):
         """
         return self.caller.scheduling(headers, fields) if self.caller else scheduling_of(headers, fields)
 
-    async def reserve(self, client: QuotaClient, tenant: str, tokens: int) -> None:
-        """Reserve the request's quotas; `end` settles them.
-
-        Args:
-            client: Knows the quotas.
-            tenant: The request's tenant.
-            tokens: Most tokens that it may take, of prompts and answers.
-
-        Raises:
-            RequestError: See `QuotaClient.reserve`.
-        """
-        key = self._key_quota
-        self.reservation = client.reserve_nowait(tenant, tokens, key)
-        if self.reservation is None:
-            try:
-                self.reservation = await client.reserve(tenant, tokens, key)
-            except BaseException:
-                self.leases = client.leases(tenant, key)
-                raise
-
-    def quota_headers(self, client: QuotaClient) -> list[tuple[bytes, bytes]]:
-        """Return the rate limit headers of the answer."""
-        leases = self.leases
-        if self.reservation is not None:
-            leases = self.reservation.leases
-        elif leases is None and self.caller is not None:
-            # It is answered before it came to a reservation.
-            leases = client.leases(self.caller.key.tenant, self._key_quota)
-        return client.headers(leases) if leases else []
-
     def observe(self, message: Message) -> None:
         """Note a message of the answer."""
         if message["type"] == "http.response.start":
@@ -120,26 +77,6 @@ class RequestContext(TrackedRequest):
         if not message.get("more_body", False):
             self.complete = True
 
-    def end(self) -> None:
-        """Give back the body's bytes, and settle the reservation.
-
-        A request has used the tokens of its answer's usage. Without usage, an error or an answer in one piece
-        has used none; one that broke off, or a stream, all that it has reserved: no more than that is known.
-        """
-        self.body.give_back()
-        if self.reservation is None:
-            return
-        if self.usage is not None:
-            self.reservation.settle(self.usage.prompt_tokens + self.usage.output_tokens)
-        elif self.status >= 400 or (self.complete and not self.streams):
-            self.reservation.settle(0)
-        else:
-            self.reservation.settle()
-
-    @property
-    def _key_quota(self) -> KeyQuota | None:
-        return key_quota(self.caller.key.name, self.caller.key.quota) if self.caller else None
-
 
 def context_of(scope: MutableMapping[str, Any]) -> RequestContext:
     """Return the context of the request with a scope."""
@@ -152,14 +89,13 @@ class RequestMiddleware:
 
     From outside to inside: a slash at the end of the path goes; the request is tracked; pages of other
     origins get their headers, and their preflights an answer; a valid API key is required, with its addresses
-    and its rate limit; quotas are settled, and the bytes of the body given back.
+    and the bytes of the body are given back.
 
     Args:
         app: The application behind it.
         tracker: Tracks the requests.
         bodies: Counts the bytes of the bodies.
         access: The valid API keys; None: the service asks for none.
-        quotas: The quotas; None: the service keeps none.
         origins: Origins whose pages may call the service. A preflight needs no key.
     """
 
@@ -169,14 +105,12 @@ class RequestMiddleware:
         tracker: RequestTracker,
         bodies: BodyBudget,
         access: KeyStore | None = None,
-        quotas: QuotaClient | None = None,
         origins: Sequence[str] = (),
     ) -> None:
         self._app = app
         self._tracker = tracker
         self._bodies = bodies
         self._access = access
-        self._quotas = quotas
         self._tracked: ASGIApp = self._admit
         if origins:
             self._tracked = CORSMiddleware(
@@ -197,9 +131,6 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if self._quotas is not None:
-            # Nothing runs before the first request in a replica's event loop.
-            self._quotas.start()
         scope = _without_slash(scope)
         context = RequestContext(scope, self._bodies)
         state = scope["state"] = {**scope.get("state", {}), _KEY: context}
@@ -207,9 +138,6 @@ class RequestMiddleware:
 
         async def observed(message: Message) -> None:
             context.observe(message)
-            if message["type"] == "http.response.start" and self._quotas is not None:
-                headers = [*message.get("headers", ()), *context.quota_headers(self._quotas)]
-                message = {**message, "headers": headers}
             await send(message)
 
         try:
@@ -227,27 +155,20 @@ class RequestMiddleware:
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the application for a request that may come in, and end what the request holds."""
         context = context_of(scope)
-        entered = None
         if self._access is not None and path_of(scope) not in OPEN:
             try:
                 host, *_ = scope.get("client") or (None,)
-                caller = self._access.authenticate(scope["headers"], host)
-                entered = caller.rate_limit.enter()
+                context.caller = self._access.authenticate(scope["headers"], host)
             except RequestError as error:
                 await error_response(error, path_of(scope))(scope, receive, send)
                 return
-            context.caller = caller
         whole = scope.get("http_version") == "1.0"
         try:
             await self._app(scope, receive, WholeAnswer(send, context.body).send if whole else send)
         except TooLargeError as refused:
-            # The engine has worked for it: what it has reserved is used, whatever the refusal's status.
-            context.end()
             await error_response(refused.error, path_of(scope))(scope, receive, send)
         finally:
-            context.end()
-            if context.caller is not None and entered is not None:
-                context.caller.rate_limit.leave(entered)
+            context.body.give_back()
 
 
 def _without_slash(scope: Scope) -> Scope:

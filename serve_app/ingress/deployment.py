@@ -32,7 +32,8 @@ from serve_app.ingress.context import RequestMiddleware, context_of
 from serve_app.ingress.models import ServedModels
 from serve_app.ingress.relay import LostEngines, Relay, RelayResponse
 from serve_app.ingress.status import BATCHES, QUOTAS, Health, Status, deployment_stats
-from serve_app.quotas.handle import Handle, quota_client
+from serve_app.ledger.callers import LostCalls
+from serve_app.quotas.client import Handle
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.schema import Settings
 from serve_app.system.cpu_scheduling import RELAY_NICE, use_batch_scheduling
@@ -93,8 +94,8 @@ class Ingress:
         self._bodies = BodyBudget(settings.ingress.bytes_in_flight)
         self._document = APIDocument(settings, self._engines, self._health.running)
         self._lost = LostEngines()
-        self._quotas = quota_client(settings.usage.quotas, quotas, context.replica_tag)
-        self._access = KeyStore(settings.access, quotas=self._quotas is not None) if settings.access else None
+        self._lost_calls = LostCalls(settings.usage, context.replica_tag)
+        self._access = KeyStore(settings.access, quotas=quotas is not None) if settings.access else None
         if self._access:
             self._access.watch()
         elif warning := bind_check.warning(bind_check.serve_host(), keys=False):
@@ -141,7 +142,6 @@ class Ingress:
                     self._telemetry.tracker,
                     self._bodies,
                     access=self._access,
-                    quotas=self._quotas,
                     origins=self._settings.ingress.allow_origins,
                 )
             ],
@@ -154,9 +154,6 @@ class Ingress:
 
     @asynccontextmanager
     async def _lifespan(self, app: object) -> AsyncGenerator[None, None]:
-        if self._quotas is not None:
-            # The first request doesn't wait for the first leases.
-            self._quotas.start()
         async with self._telemetry.lifespan(app):
             yield
 
@@ -232,16 +229,17 @@ class Ingress:
             facts=facts,
             adapter="" if name == chosen else name,
             key=context.key_name,
+            quota=context.caller.key.quota if context.caller else None,
         )
         losses = await self._lost.enter(relayed)
         keep_alive = path in {GENERATE, PROCESS} and KEEP_ALIVE in request.headers
-        if self._quotas is not None:
-            length = await self._models.context(chosen) if facts.runs else None
-            try:
-                await context.reserve(self._quotas, scheduling.tenant, facts.most(length))
-            except RequestError as error:
-                raise self._models.refusal(chosen, error) from None
-        return RelayResponse(self._relays[chosen].ask, relayed, losses, keep_alive=keep_alive)
+        return RelayResponse(
+            self._relays[chosen].ask,
+            relayed,
+            losses,
+            keep_alive=keep_alive,
+            died=partial(self._lost_calls.add, chosen),
+        )
 
 
 async def _not_stored(request: Request) -> Response:

@@ -201,33 +201,6 @@ class ServedModels(Collection[str]):
                 self._context_answers[name] += 1
         return self._contexts.get(name, model.context)
 
-    def refusal(self, name: str, error: RequestError) -> RequestError:
-        """Return the error of a request that its quotas don't allow.
-
-        A request that never fits may fit once the context of its model is known: the model is started, and
-        the request may come again.
-
-        Args:
-            name: The model.
-            error: The error of the quotas.
-        """
-        model = self.find(name)
-        if error.status != 400 or not model.has_context or name in self._contexts or model.context:
-            return error
-        if name not in self._starting:
-            self._starting[name] = task = asyncio.create_task(start_replica(self._engines[name]))
-            task.add_done_callback(lambda task: self._started(name, task))
-        message = (
-            f"{name}: its context length is not known until it has started, nor how many tokens this request "
-            f"takes at most. Try again in {RETRY_S:g} s, or lower max_tokens."
-        )
-        return RequestError(503, "service_unavailable", message, retry_after_s=RETRY_S)
-
-    def _started(self, name: str, task: asyncio.Task[None]) -> None:
-        del self._starting[name]
-        if not task.cancelled() and (error := task.exception()):
-            logger.warning("%s was not started: %r", name, error)
-
     def card(self, name: str, allowed: Collection[str] | None = None) -> Awaitable[JSON]:
         """Return a model or an adapter as `/v1/models` shows it: OpenAI's fields, those of vLLM, and ours.
 
@@ -256,15 +229,6 @@ class ServedModels(Collection[str]):
             "kind": model.kind,
             **({"simulated": model.profile} if model.profile else {}),
         }
-
-
-async def start_replica(handle: Any) -> None:
-    """Wait for a replica of a model; one is started if there is none.
-
-    Args:
-        handle: The handle of the model's Engine.
-    """
-    await handle.options(method_name="stats", _by_reference=False).remote()
 
 
 def _describe(model: ModelSettings) -> str:

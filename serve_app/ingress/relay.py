@@ -177,6 +177,11 @@ def unavailable(error: Exception) -> RequestError:
     return engine_failed() if is_expected(error) else internal_error(error)
 
 
+def died_with_it(error: Exception) -> bool:
+    """Return whether the process of a replica is gone that had the request, so that it wrote no row of it."""
+    return ran_there(error) and type(error) is not EngineLostError
+
+
 async def back_off(tried: int) -> None:
     """Wait before the next try, with jitter: many requests may have lost the same replica.
 
@@ -513,6 +518,7 @@ class RelayResponse(Response):
         losses: Counts the engines that are lost with the request.
         keep_alive: Send a space every few seconds until the answer is there, which is JSON. The status is
             then 200; that of an error is in the answer's `error.code`.
+        died: Called with each request that was at an engine whose process is gone.
         tries: Most engines to ask.
     """
 
@@ -526,9 +532,11 @@ class RelayResponse(Response):
         losses: Losses | None = None,
         *,
         keep_alive: bool = False,
+        died: Callable[[RelayRequest], None] = lambda request: None,
         tries: int = TRIES,
     ) -> None:
         self._start = ask
+        self._died = died
         self._request = request
         self._losses = losses or Losses()
         self._keep_alive = keep_alive
@@ -605,6 +613,8 @@ class RelayResponse(Response):
                 logger.info("an engine can't serve; trying another")
             except Exception as error:
                 # Another engine is tried only for one that is lost, and what is raised is logged above.
+                if died_with_it(error):
+                    self._died(request)
                 await self._note_loss(error)
                 if not is_lost(error) or self._tried == self._tries:
                     raise
@@ -629,6 +639,8 @@ class RelayResponse(Response):
             except Exception as error:
                 # The handler below logs it.
                 failed = error
+                if died_with_it(error):
+                    self._died(self._request)
             try:
                 if asyncio.get_running_loop().time() - began < LONG_S:
                     await self._note_loss(failed)

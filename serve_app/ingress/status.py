@@ -19,7 +19,7 @@ from serve_app.api.protocol import JSON
 from serve_app.auth.key_store import Caller
 from serve_app.ingress.context import context_of
 from serve_app.ingress.pages import STATS_PAGE, base_url, page, wants_page
-from serve_app.quotas.messages import key_subject, tenant_subject
+from serve_app.quotas.counters import key_subject, tenant_subject
 from serve_app.settings.models import ModelSettings
 from serve_app.system import cancellation
 

@@ -11,9 +11,8 @@ from ray.serve.handle import DeploymentHandle
 
 from serve_app.api.protocol import JSON
 from serve_app.auth.key_store import KeyStore
-from serve_app.engine.quotas import CallQuotas
 from serve_app.ingress.status import Health
-from serve_app.quotas.handle import Handle
+from serve_app.ledger.callers import LostCalls
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.batches import BatchesSettings
 from serve_app.settings.schema import Settings
@@ -33,7 +32,7 @@ class Batches:
     Args:
         settings: The config's `args`, with `batches`.
         engines: The handle of each model's Engine, by model id.
-        quotas: The handle of the Quotas deployment; None: there is none.
+        quotas: Whether the service keeps quotas.
 
     Raises:
         StoreError: The folder can't be used.
@@ -44,7 +43,7 @@ class Batches:
         self,
         settings: Settings,
         engines: Mapping[str, DeploymentHandle[Any]],
-        quotas: Handle | None = None,
+        quotas: bool = False,
     ) -> None:
         flush_warnings()
         # Imported only here: no other process needs a database.
@@ -55,12 +54,12 @@ class Batches:
         assert settings.batches is not None
         context = serve.get_replica_context()
         health = Health(context.app_name, list(engines))
-        keys = KeyStore(settings.access, quotas=quotas is not None) if settings.access else None
+        keys = KeyStore(settings.access, quotas=quotas) if settings.access else None
         if keys:
             keys.watch()
         self._keys = keys
-        self._quotas = CallQuotas(settings.usage.quotas, quotas, context.replica_tag)
-        client = EngineClient(settings, engines, health, keys, self._quotas)
+        self._lost = LostCalls(settings.usage, context.replica_tag)
+        client = EngineClient(settings, engines, health, keys, self._lost)
         try:
             self._service = await BatchService.open(settings.batches, client, client.models, keys)
         except OSError as error:
@@ -109,8 +108,8 @@ class Batches:
             metrics.stop()
         if service := getattr(self, "_service", None):
             await asyncio.shield(service.close(DRAIN_S))
-        if quotas := getattr(self, "_quotas", None):
-            quotas.stop()
+        if lost := getattr(self, "_lost", None):
+            await lost.stop()
 
 
 def _unusable(settings: BatchesSettings, error: OSError) -> str:

@@ -5,6 +5,7 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,15 +18,14 @@ from serve_app.api.protocol import JSON
 from serve_app.api.routes import MOVED
 from serve_app.api.scheduling import Scheduling
 from serve_app.auth.key_store import KeyStore
-from serve_app.engine.quotas import CallQuotas
 from serve_app.ingress.body import look
-from serve_app.ingress.context import key_quota
 from serve_app.ingress.models import ServedModels
 from serve_app.ingress.relay import (
     MAX_LOST,
     PoisonError,
     Relay,
     back_off,
+    died_with_it,
     is_expected,
     ran_there,
     unavailable,
@@ -33,16 +33,15 @@ from serve_app.ingress.relay import (
 from serve_app.ingress.status import Health, replica_stats
 from serve_app.jobs.pacing import EngineLoad, engine_load
 from serve_app.jobs.rows import Answer, QuotaError
+from serve_app.ledger.callers import LostCalls
+from serve_app.quotas.client import BY_QUOTA
 from serve_app.relay.frame import Head
 from serve_app.relay.request import RelayRequest
-from serve_app.relay.usage import RequestUsage
 from serve_app.settings.schema import Settings
 
 logger = logging.getLogger("ray.serve")
 
 HEADERS = [(b"content-type", b"application/json")]
-
-NO_QUOTAS = CallQuotas()
 
 Handles = Mapping[str, DeploymentHandle[Any]]
 
@@ -55,7 +54,7 @@ class EngineClient:
         engines: The handle of each model's Engine, by model id.
         health: The state of the models' deployments.
         keys: The API keys, whose quotas hold for the rows of their batches; None: the service has none.
-        quotas: The quotas of tenants and keys.
+        lost: Gets the calls that are lost with their engines; None: nobody does.
     """
 
     def __init__(
@@ -64,11 +63,11 @@ class EngineClient:
         engines: Handles,
         health: Health,
         keys: KeyStore | None = None,
-        quotas: CallQuotas = NO_QUOTAS,
+        lost: LostCalls | None = None,
     ) -> None:
         self._limits = settings.ingress
         self._keys = keys
-        self._quotas = quotas
+        self._lost = lost
         self._engines = dict(engines)
         self._health = health
         self._asked: Counter[str] = Counter()
@@ -107,36 +106,23 @@ class EngineClient:
         key = self._keys.named(scheduling.key) if self._keys else None
         await self._models.learn(named if isinstance(named, str) else None)
         model, request = await look(len(text), lambda: self._request(endpoint, text, scheduling, models))
-        usage = RequestUsage()
-        context = await self._models.context(model) if self._quotas.on else None
-        quota = key_quota(key.name, key.quota) if key else None
+        if key is not None and key.quota is not None:
+            request = replace(request, quota=key.quota)
         self._asked[model] += 1
         self._used.add(model)
-        reserved = False
         try:
-            async with self._quotas.reserved(scheduling.tenant, request.facts, context, usage, quota):
-                reserved = True
-                return await self._send(model, request, usage)
-        except RequestError as error:
-            if reserved:
-                raise
-            error = self._models.refusal(model, error)
-            if error.status != 429:
-                raise error from None
-            raise QuotaError(
-                error.status, error.type, error.message, retry_after_s=error.retry_after_s
-            ) from None
+            return await self._send(model, request)
         finally:
             self._asked[model] -= 1
 
-    async def _send(self, model: str, request: RelayRequest, usage: RequestUsage) -> Answer:
+    async def _send(self, model: str, request: RelayRequest) -> Answer:
         lost = 0
         while True:
             try:
                 if lost < MAX_LOST:
-                    return await self._ask(model, request, usage)
+                    return await self._ask(model, request)
                 async with self._suspects:
-                    return await self._ask(model, request, usage)
+                    return await self._ask(model, request)
             except RequestError:
                 raise
             except Exception as error:
@@ -144,6 +130,8 @@ class EngineClient:
                     logger.warning("batches: an engine of %s failed with a row: %r", model, error)
                 else:
                     logger.error("batches: a row for %s failed by a fault", model, exc_info=error)
+                if self._lost is not None and died_with_it(error):
+                    self._lost.add(model, request)
                 if not ran_there(error):
                     raise unavailable(error) from error
                 lost += 1
@@ -199,13 +187,11 @@ class EngineClient:
         )
         return base, request
 
-    async def _ask(self, model: str, request: RelayRequest, usage: RequestUsage) -> Answer:
+    async def _ask(self, model: str, request: RelayRequest) -> Answer:
         """Send a request to one Engine and return its answer.
 
-        Args:
-            model: The model.
-            request: The request.
-            usage: Filled with what the answer has taken.
+        Raises:
+            QuotaError: A quota has nothing left for it now.
         """
         call = self._relays[model].ask(request)
         head: Head | None = None
@@ -215,10 +201,7 @@ class EngineClient:
             async for piece in call:
                 head = head or piece.head
                 pieces.append(piece.body)
-                if piece.usage is not None:
-                    complete = True
-                    usage.prompt_tokens = piece.usage.prompt_tokens
-                    usage.output_tokens = piece.usage.output_tokens
+                complete = complete or piece.usage is not None
         except Exception:
             # The answer is complete; what fails behind it changes nothing.
             if not complete:
@@ -228,7 +211,12 @@ class EngineClient:
         if head is None or not complete:
             raise RequestError(503, "service_unavailable", "the engine ended its answer early")
         text = b"".join(pieces)
-        return await look(len(text), partial(answer_of, head, text))
+        answer = await look(len(text), partial(answer_of, head, text))
+        if BY_QUOTA in head.headers:
+            raise QuotaError(
+                answer.status, "rate_limit_error", answer.message, retry_after_s=answer.retry_after_s
+            )
+        return answer
 
 
 def answer_of(head: Head, text: bytes) -> Answer:

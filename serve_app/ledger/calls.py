@@ -1,12 +1,16 @@
-"""The calls of an Engine replica, while they run and in sums since its start."""
+"""The calls of an Engine replica, while they run and in sums since its start.
+
+The end of a call is one event with one count: it settles the reservation, and the row is written from it.
+"""
 
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol, Self
 
 from serve_app.api.scheduling import tier
 from serve_app.ledger.rows import Row, Source, utc
+from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import Outcome, RequestUsage, worst
 
 MAX_ENDED = 50_000
@@ -30,6 +34,7 @@ class Origin(NamedTuple):
         headers: Headers, of which one has the request's id.
         resumed: It goes on with a stream that broke elsewhere.
         adapter: Id of the adapter; empty: none.
+        model: Id of the model; empty: that of the book.
     """
 
     key: str = ""
@@ -40,6 +45,7 @@ class Origin(NamedTuple):
     headers: list[tuple[bytes, bytes]] = []  # noqa: RUF012
     resumed: bool = False
     adapter: str = ""
+    model: str = ""
 
     @property
     def request_id(self) -> str:
@@ -48,6 +54,22 @@ class Origin(NamedTuple):
             if name == b"x-request-id":
                 return value[:128].decode("latin-1")
         return ""
+
+
+def origin_of(request: RelayRequest) -> Origin:
+    """Return the origin of a request."""
+    scheduling = request.scheduling
+    return Origin(
+        request.key,
+        scheduling.tenant,
+        scheduling.priority,
+        # A call of the handle names its method.
+        request.path.lstrip("/") if request.source == "handle" else request.path,
+        request.source,
+        request.headers,
+        request.resumes,
+        request.adapter,
+    )
 
 
 class Sums(NamedTuple):
@@ -72,23 +94,42 @@ class Sums(NamedTuple):
         return Sums(*(a + b for a, b in zip(self, other, strict=True)))
 
 
+class Reservation(Protocol):
+    """The reservation of a call in its quotas."""
+
+    def settle(self, tokens: int, *, request: bool) -> None:
+        """Charge what the call has used, and give back the rest.
+
+        Args:
+            tokens: Tokens of prompts and answers.
+            request: Whether the call counts as a request: a refused call doesn't.
+        """
+
+    def written(self) -> None:
+        """Note that the call's row is written: from then on a crash of this process changes nothing of it."""
+
+
 class Call:
     """One call of an Engine: its origin, and the usage of its slots.
 
     Attributes:
         origin: Origin.
         usage: Its usage, which the row reads.
+        reservation: Its reservation; None: it has no quota.
+        admitted: Whether it counts as a request, also if it runs nothing.
         number: Number in the book.
         outcome: The worst one of its slots and of its answer.
         time: When it ended, in seconds since the epoch; 0: it has not.
     """
 
-    __slots__ = ("_book", "number", "origin", "outcome", "time", "usage")
+    __slots__ = ("_book", "admitted", "number", "origin", "outcome", "reservation", "time", "usage")
 
     def __init__(self, book: "CallBook", origin: Origin, usage: RequestUsage, number: int) -> None:
         self._book = book
         self.origin = origin
         self.usage = usage
+        self.reservation: Reservation | None = None
+        self.admitted = False
         self.number = number
         self.outcome: Outcome = "ok"
         self.time = 0.0
@@ -108,22 +149,16 @@ class Call:
         self.outcome = worst(self.outcome, outcome)
         self.usage.close(lambda: self._book.finish(self))
 
-    def row(self, now: float, outcome: Outcome = "running") -> Row:
-        """Return the call as a row. It is called in any thread.
-
-        Args:
-            now: Seconds since the epoch, for a call that has not ended.
-            outcome: Its outcome, if it has not ended.
-        """
+    def row(self) -> Row:
+        """Return the call, which has ended, as a row. It is called in any thread."""
         book, origin, usage = self._book, self.origin, self.usage
-        tokens = usage.total()
-        ended = bool(self.time)
+        tokens = usage.counted
         return Row(
             call=f"{book.name}-{self.number}",
-            time=utc(self.time if ended else now),
+            time=utc(self.time),
             key=origin.key,
             tenant=origin.tenant,
-            model=book.model,
+            model=origin.model or book.model,
             adapter=origin.adapter,
             tier=tier(origin.priority),
             endpoint=origin.endpoint,
@@ -134,7 +169,7 @@ class Call:
             cost=usage.cost,
             wait_s=round(usage.wait_s, 6),
             engine_s=round(usage.run_s(), 6),
-            outcome=self.outcome if ended else outcome,
+            outcome=self.outcome,
             resumed=origin.resumed,
             request_id=origin.request_id,
             replica=book.replica,
@@ -181,22 +216,27 @@ class CallBook:
         return call
 
     def finish(self, call: Call) -> None:
-        """Note a call that has ended; a call that gave the engine nothing leaves no row."""
-        usage = call.usage
+        """Settle a call that has ended, and keep it for its row; a call that never ran leaves no row."""
+        usage, reservation = call.usage, call.reservation
         call.outcome = worst(call.outcome, usage.outcome)
         call.time = self._clock()
+        if reservation is not None:
+            tokens = usage.counted.prompt + usage.counted.output
+            reservation.settle(tokens, request=usage.ran or call.admitted)
         if usage.ran:
-            if self._ended is not None:
-                if len(self._ended) < MAX_ENDED:
-                    self._ended.append(call)
-                else:
-                    self.dropped += 1
             name = call.origin.tenant
             if name not in self._sums and len(self._sums) >= MAX_TENANTS:
                 name = OTHER
             sums = self._sums.get(name, Sums())
             self._sums[name] = sums.plus(Sums(1, *usage.counted, usage.cost))
-        # The last step: the writer reads the running calls before the ended ones, and misses none.
+            if self._ended is not None and len(self._ended) < MAX_ENDED:
+                self._ended.append(call)
+                reservation = None
+            else:
+                self.dropped += self._ended is not None
+        if reservation is not None:
+            # No row will be written.
+            reservation.written()
         del self._running[call.number]
 
     def keep_ended(self) -> None:
@@ -204,17 +244,12 @@ class CallBook:
         if self._ended is None:
             self._ended = deque()
 
-    def take(self) -> tuple[list[Call], list[Call]]:
-        """Return the calls that run, and those that have ended since the last call.
-
-        A call that ends meanwhile is among the running ones, and among the ended ones of the next call.
-        """
-        running = [call for call in list(self._running.values()) if call.usage.ran]
+    def take(self) -> list[Call]:
+        """Return the calls that have ended since the last time."""
         ended: list[Call] = []
         while self._ended:
             ended.append(self._ended.popleft())
-        numbers = {call.number for call in ended}
-        return [call for call in running if call.number not in numbers], ended
+        return ended
 
     def by_tenant(self) -> dict[str, Sums]:
         """Return the sums of the calls since the start, by tenant; those of running calls too."""

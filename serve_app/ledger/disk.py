@@ -1,12 +1,11 @@
 """The file system as the ledger uses it: each method is one step, which a crash may leave undone."""
 
-import fcntl
 import fnmatch
 import os
 import secrets
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Protocol
+from typing import Protocol
 
 DRAFT = ".draft"
 """Ending of a file that is being written; a crash may leave one behind."""
@@ -22,7 +21,7 @@ class Disk(Protocol):
         """Write a file as a whole, or leave it as it was."""
 
     def cut(self, path: Path, size: int) -> None:
-        """Cut a file off; one that is missing stays so."""
+        """Cut a file off; a missing file stays missing."""
 
     def read(self, path: Path) -> bytes:
         """Return the content of a file."""
@@ -36,14 +35,11 @@ class Disk(Protocol):
     def files(self, folder: Path, pattern: str) -> list[Path]:
         """Return the files below a folder that match a pattern, in order."""
 
-    def lock(self, path: Path) -> bool:
-        """Take the lock of a file, which is made if missing, for this process; False: another one has it."""
+    def touch(self, path: Path) -> float:
+        """Set the time of a file, which is made if missing, to now; return it, in seconds."""
 
-    def locked(self, path: Path) -> bool:
-        """Return whether a process has the lock of a file."""
-
-    def unlock(self, path: Path, *, keep: bool = False) -> None:
-        """Give a lock back, and remove its file unless it is to be kept."""
+    def modified(self, path: Path) -> float:
+        """Return the time of a file, on the clock of `touch`; infinity: there is none."""
 
 
 class LocalDisk:
@@ -54,7 +50,6 @@ class LocalDisk:
     """
 
     def __init__(self) -> None:
-        self._locks: dict[Path, IO[bytes]] = {}
         # All replicas write the prices when they start: each has drafts of its own.
         self._ending = f".{secrets.token_hex(4)}{DRAFT}"
 
@@ -99,40 +94,16 @@ class LocalDisk:
             found = [one / name for one in found for name in fnmatch.filter(_names(one), part)]
         return sorted(found)
 
-    def lock(self, path: Path) -> bool:
+    def touch(self, path: Path) -> float:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("ab")
-        try:
-            # The system gives it back when the process ends, of whatever cause.
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The process that had it may have removed the file since: nobody would see this lock.
-            found = os.path.samestat(os.fstat(file.fileno()), path.stat())
-        except (BlockingIOError, FileNotFoundError):
-            found = False
-        except OSError:
-            file.close()
-            raise
-        if not found:
-            file.close()
-            return False
-        self._locks[path] = file
-        return True
+        path.touch()
+        return path.stat().st_mtime
 
-    def locked(self, path: Path) -> bool:
+    def modified(self, path: Path) -> float:
         try:
-            with path.open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        return False
-
-    def unlock(self, path: Path, *, keep: bool = False) -> None:
-        if file := self._locks.pop(path, None):
-            with file:
-                if not keep:
-                    path.unlink(missing_ok=True)
+            return path.stat().st_mtime
+        except FileNotFoundError:
+            return float("inf")
 
 
 def _names(folder: Path) -> list[str]:

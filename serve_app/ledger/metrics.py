@@ -1,7 +1,7 @@
 """Metrics of the calls of a replica, by tenant, and of its ledger."""
 
 from serve_app.ledger.calls import CallBook, Sums
-from serve_app.ledger.ledger import Ledger
+from serve_app.ledger.writer import Ledger
 from serve_app.telemetry import catalogue
 from serve_app.telemetry.meters import Meters
 from serve_app.telemetry.tenants import Tenants

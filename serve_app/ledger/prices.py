@@ -1,12 +1,16 @@
-"""Prices of models, and the cost of what the ledger has."""
+"""Prices of models, and the cost of what the ledger has, in exact decimals."""
 
 import json
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import NamedTuple
 
 from serve_app.ledger.rows import Source
 from serve_app.relay.usage import Outcome
 from serve_app.settings.usage import PriceSettings, UsageSettings
+
+FILE = "prices.json"
+"""Name of the file with the prices in a ledger."""
 
 MILLION = 1_000_000
 
@@ -15,6 +19,8 @@ FREE: frozenset[Outcome] = frozenset({"lost", "failed"})
 
 OWN: frozenset[Source] = frozenset({"warm_up"})
 """Sources of work that nobody has asked for."""
+
+NOTHING = Decimal(0)
 
 
 class Prices(NamedTuple):
@@ -39,7 +45,7 @@ class Prices(NamedTuple):
         output_tokens: int,
         cost: int = 0,
         adapter: str = "",
-    ) -> float:
+    ) -> Decimal:
         """Return the cost of calls of one kind, in `currency`.
 
         Args:
@@ -54,14 +60,19 @@ class Prices(NamedTuple):
         """
         price = self.models.get(adapter) or self.models.get(model)
         if price is None or outcome in FREE or source in OWN:
-            return 0.0
+            return NOTHING
         cached_price = price.input if price.cached_input is None else price.cached_input
         full = (
-            (prompt_tokens - cached_tokens + cost) * price.input
-            + cached_tokens * cached_price
-            + output_tokens * price.output
+            (prompt_tokens - cached_tokens + cost) * _exact(price.input)
+            + cached_tokens * _exact(cached_price)
+            + output_tokens * _exact(price.output)
         )
-        return full / MILLION * (1.0 - price.batch_discount if source == "batch" else 1.0)
+        return full / MILLION * (1 - _exact(price.batch_discount) if source == "batch" else 1)
+
+
+def _exact(price: float) -> Decimal:
+    """Return a price as the config has it: 0.15 is no binary number."""
+    return Decimal(str(price))
 
 
 def prices_of(settings: UsageSettings) -> Prices | None:

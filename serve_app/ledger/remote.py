@@ -8,7 +8,7 @@ NEEDS = "a ledger at a URL needs fsspec and the package of its scheme: pip insta
 
 
 class Remote:
-    """The files of a ledger at a URL. It has no states of running calls: those stay in the spools.
+    """The files of a ledger at a URL.
 
     Args:
         url: The URL.
@@ -57,18 +57,3 @@ class Remote:
         except FileNotFoundError:
             self._fs.makedirs(str(target.parent), exist_ok=True)
             write()
-
-    def read(self, path: Path) -> bytes:
-        """Return the content of a file."""
-        content: bytes = self._fs.cat_file(str(path))
-        return content
-
-    def files(self, folder: Path, pattern: str) -> list[Path]:
-        """Return the files below a folder that match a pattern, in order."""
-        # A listing that is remembered would hide what others write.
-        self._fs.invalidate_cache()
-        return sorted(map(Path, self._fs.glob(f"{folder}/{pattern}")))
-
-    def locked(self, path: Path) -> bool:
-        """Return whether a process has the lock of a file; nothing here has a lock."""
-        return False

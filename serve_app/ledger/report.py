@@ -1,11 +1,18 @@
-"""Sums over the ledger's rows: tokens, seconds and cost, by tenant, key, model and so on."""
+"""Questions to the files of a ledger, as SQL that DuckDB answers: sums, and the lengths of calls."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
+from decimal import Decimal
+from functools import cached_property
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
-from serve_app.ledger.prices import Prices
+from serve_app.ledger.prices import FILE, Prices, unpack
+from serve_app.ledger.remote import NEEDS as NEEDS_REMOTE
 from serve_app.ledger.rows import Row
+from serve_app.relay.usage import Tokens
+from serve_app.system.home import below_home
 
 BY = ("tenant", "key", "model", "adapter", "tier", "endpoint", "source", "outcome", "day", "replica")
 """Columns by which rows are summed."""
@@ -14,6 +21,36 @@ SUMMED = ("prompt_tokens", "cached_tokens", "output_tokens", "cost", "wait_s", "
 
 PRICED = ("model", "adapter", "source", "outcome")
 """Columns on which the price depends."""
+
+MOST_LENGTHS = 10_000
+"""Calls of a model whose lengths are taken, each as likely as any other."""
+
+NEEDS = "needs DuckDB: install the extra `usage` (pip install 'saturate[usage]')"
+
+MEMORY = "400MB"
+
+THREADS = 2
+"""Threads of a question: it is asked beside a service."""
+
+TRIES = 5
+"""Tries of a question: a segment that becomes Parquet meanwhile is found at the next try."""
+
+KINDS = {
+    "time": "TIMESTAMPTZ",
+    "resumed": "BOOLEAN",
+    **dict.fromkeys(("prompt_tokens", "cached_tokens", "output_tokens", "cost"), "BIGINT"),
+    **dict.fromkeys(("wait_s", "engine_s"), "DOUBLE"),
+}
+"""Types of columns; of the others it is VARCHAR."""
+
+COLUMNS = {name: KINDS.get(name, "VARCHAR") for name in Row.__struct_fields__}
+
+LIVE = "source IN ('http', 'handle') AND outcome = 'ok' AND endpoint NOT IN ('/generate', 'generate')"
+"""Calls of live traffic with one prompt: of a list of prompts the ledger has the sums."""
+
+
+class LedgerError(Exception):
+    """The ledger can't be read; the message says why."""
 
 
 class Total(NamedTuple):
@@ -37,7 +74,23 @@ class Total(NamedTuple):
     cost: int = 0
     wait_s: float = 0.0
     engine_s: float = 0.0
-    price: float | None = None
+    price: Decimal | None = None
+
+    def plus(self, other: "Total") -> "Total":
+        """Return the sums with others."""
+        price = self.price
+        if other.price is not None:
+            price = other.price if price is None else price + other.price
+        return Total(
+            self.calls + other.calls,
+            self.prompt_tokens + other.prompt_tokens,
+            self.cached_tokens + other.cached_tokens,
+            self.output_tokens + other.output_tokens,
+            self.cost + other.cost,
+            self.wait_s + other.wait_s,
+            self.engine_s + other.engine_s,
+            price,
+        )
 
 
 class Line(NamedTuple):
@@ -52,111 +105,210 @@ class Line(NamedTuple):
     total: Total
 
 
-class Report:
-    """Sums over rows.
+class LedgerFiles:
+    """The files of a ledger, to be asked.
 
     Args:
-        by: Columns, of `BY`.
-        since: Only rows from this time on; None: all.
-        until: Only rows before this time; None: all.
+        place: A folder or a URL.
 
     Attributes:
-        columns: Columns of tables that it takes.
-        wrong: Lines that could not be read.
+        wrong: Lines that could not be read, as of the last question.
+
+    Raises:
+        LedgerError: There is no such folder, the URL is wrong, or a package is missing.
     """
 
-    columns = {"time", *BY, *SUMMED} - {"day"}
-
-    def __init__(
-        self, by: Sequence[str], *, since: datetime | None = None, until: datetime | None = None
-    ) -> None:
-        self._by = tuple(by)
-        self._since = since
-        self._until = until
-        self._keys = tuple(dict.fromkeys((*by, *PRICED)))
-        self._sums: dict[tuple[str, ...], list[float]] = {}
+    def __init__(self, place: str) -> None:
         self.wrong = 0
+        self._place = place
+        try:
+            import duckdb
+        except ImportError:
+            raise LedgerError(f"{place}: a report {NEEDS}") from None
+        self._duckdb: Any = duckdb
+        try:
+            from fsspec.core import url_to_fs
 
-    def add(self, rows: Iterable[Row]) -> None:
-        """Add rows, those of the wanted time."""
-        for row in rows:
-            if (self._since and row.time < self._since) or (self._until and row.time >= self._until):
-                continue
-            key = tuple(getattr(row, name) for name in self._keys)
-            self._add(key, 1, [getattr(row, name) for name in SUMMED])
+            url = place if "://" in place else str(below_home(place))
+            self._files, self._root = url_to_fs(url)
+        except ImportError as error:
+            raise LedgerError(f"{place}: {NEEDS_REMOTE} ({error})") from None
+        except ValueError as error:
+            raise LedgerError(f"{place}: {error}") from None
+        protocol = self._files.protocol
+        scheme = protocol if isinstance(protocol, str) else protocol[0]
+        # DuckDB's own file system is faster where it will do.
+        self._scheme = "" if scheme in ("file", "local") else scheme
+        if "://" not in place and not below_home(place).is_dir():
+            raise LedgerError(f"{place}: there is no such folder")
 
-    def add_table(self, table: Any, day: str) -> None:
-        """Add rows of an Arrow table, those of the wanted time.
+    @cached_property
+    def prices(self) -> Prices | None:
+        """The prices that the service has left beside its rows; None: there are none."""
+        with suppress(FileNotFoundError, ValueError):
+            return unpack(self._files.cat_file(f"{self._root}/{FILE}"))
+        return None
+
+    def sums(
+        self,
+        by: Sequence[str],
+        *,
+        since: datetime | None = None,
+        until: datetime | None = None,
+        prices: Prices | None = None,
+    ) -> list[Line]:
+        """Return sums over rows, those with the most tokens first; by days, in their order.
 
         Args:
-            table: The table.
-            day: The day of all rows.
-        """
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
-        for bound, compare in ((self._since, pc.greater_equal), (self._until, pc.less)):
-            if bound is not None:
-                table = table.filter(compare(table["time"], pa.scalar(bound, table["time"].type)))
-        names = [name for name in self._keys if name != "day"]
-        sums = [(name, "sum") for name in SUMMED]
-        grouped = table.group_by(names).aggregate([*sums, ([], "count_all")])
-        for found in grouped.to_pylist():
-            key = tuple(day if name == "day" else found[name] for name in self._keys)
-            self._add(key, found["count_all"], [found[f"{name}_sum"] for name in SUMMED])
-
-    def wants(self, day: str) -> bool:
-        """Return whether rows of a day may be of the wanted time."""
-        return not (
-            (self._since and day < self._since.date().isoformat())
-            or (self._until and day > self._until.date().isoformat())
-        )
-
-    def lines(self, prices: Prices | None = None) -> list[Line]:
-        """Return the sums, those with the most tokens first.
-
-        Args:
+            by: Columns, of `BY`.
+            since: Only calls that ended from then on; None: all.
+            until: Only calls that ended before; None: all.
             prices: The prices, if there are any.
+
+        Raises:
+            LedgerError: A file is not the ledger's.
+            OSError: A file can't be read.
         """
-        found: dict[tuple[str, ...], list[float]] = {}
-        for key, sums in self._sums.items():
-            named = dict(zip(self._keys, key, strict=True))
-            price = 0.0 if prices is None else _price(prices, named, sums)
-            values = tuple(named[name] for name in self._by)
-            total = found.setdefault(values, [0] * (len(sums) + 1))
-            for place, value in enumerate([*sums, price]):
-                total[place] += value
-        lines = [Line(values, _total(total, priced=prices is not None)) for values, total in found.items()]
-        if "day" in self._by:
-            return sorted(lines, key=lambda line: line.values)
+        keys = tuple(dict.fromkeys((*by, *PRICED))) if prices else tuple(dict.fromkeys(by))
+        sums = ", ".join(f"sum({name}::{COLUMNS[name]})" for name in SUMMED)
+        names = ", ".join(keys)
+        found = self._ask(
+            f"SELECT {names}, count(*), {sums} FROM calls WHERE call IS NOT NULL GROUP BY {names}",
+            since,
+            until,
+        )
+        totals: dict[tuple[str, ...], Total] = {}
+        for row in found:
+            named = dict(zip(keys, row, strict=False))
+            numbers = Total(*row[len(keys) :])
+            if prices is not None:
+                numbers = numbers._replace(price=_price(prices, named, numbers))
+            values = tuple(named[name] for name in by)
+            totals[values] = totals.get(values, Total()).plus(numbers)
+        lines = [Line(values, total) for values, total in totals.items()]
+        if "day" in by:
+            return sorted(lines)
         return sorted(lines, key=lambda line: (-_size(line.total), line.values))
 
-    def _add(self, key: tuple[str, ...], calls: int, sums: Sequence[float]) -> None:
-        total = self._sums.get(key)
-        if total is None:
-            total = self._sums[key] = [0] * (len(SUMMED) + 1)
-        total[0] += calls
-        for place, value in enumerate(sums, 1):
-            total[place] += value
+    def lengths(self, since: datetime | None = None) -> dict[str, list[Tokens]]:
+        """Return the tokens of calls by model: of live traffic that got an answer, a sample of each model.
+
+        A model is what clients name: an adapter counts as one.
+
+        Args:
+            since: Only calls that ended from then on; None: all.
+
+        Raises:
+            LedgerError: A file is not the ledger's.
+            OSError: A file can't be read.
+        """
+        found = self._ask(
+            "SELECT if(adapter = '', model, adapter) AS name, prompt_tokens, cached_tokens, output_tokens "
+            # A function has no tokens, and an embedding no answer.
+            f"FROM calls WHERE {LIVE} AND prompt_tokens > 0 AND output_tokens > 0 "
+            f"QUALIFY row_number() OVER (PARTITION BY name ORDER BY hash(call)) <= {MOST_LENGTHS}",
+            since,
+            None,
+        )
+        models: dict[str, list[Tokens]] = {}
+        for name, *tokens in sorted(found):
+            models.setdefault(name, []).append(Tokens(*tokens))
+        return models
+
+    def _ask(self, question: str, since: datetime | None, until: datetime | None) -> list[tuple[Any, ...]]:
+        """Return the rows of a question about `calls`, the calls of some time."""
+        error: Exception | None = None
+        for _ in range(TRIES):
+            segments = self._segments(since, until)
+            with self._duckdb.connect(config={"threads": THREADS, "memory_limit": MEMORY}) as db:
+                if self._scheme:
+                    db.register_filesystem(self._files)
+                try:
+                    self._define(db, segments, since, until)
+                    found: list[tuple[Any, ...]] = db.execute(question).fetchall()
+                    self.wrong = self._wrong(db, segments)
+                except (self._duckdb.IOException, FileNotFoundError) as failure:
+                    # A segment has become Parquet, or is too old.
+                    error = failure
+                except self._duckdb.Error as failure:
+                    raise LedgerError(f"{self._place}: a file is not the ledger's: {failure}") from None
+                else:
+                    return found
+        raise LedgerError(f"{self._place}: {error}") from None
+
+    def _segments(self, since: datetime | None, until: datetime | None) -> list[PurePosixPath]:
+        """Return the files with rows of some time: their folders are days."""
+        # A listing that is remembered would hide what others write.
+        self._files.invalidate_cache()
+        first = None if since is None else f"day={since.date()}"
+        last = None if until is None else f"day={until.date()}"
+        found: list[PurePosixPath] = []
+        for folder in map(PurePosixPath, self._files.glob(f"{self._root}/day=*")):
+            if (first is None or folder.name >= first) and (last is None or folder.name <= last):
+                found += map(PurePosixPath, self._files.ls(str(folder), detail=False))
+        packed = {path for path in found if path.suffix == ".parquet"}
+        lines = [path for path in found if path.suffix == ".jsonl"]
+        # A crash may have left the lines of a segment that is Parquet already.
+        return sorted(packed) + sorted(path for path in lines if path.with_suffix(".parquet") not in packed)
+
+    def _define(
+        self, db: Any, segments: list[PurePosixPath], since: datetime | None, until: datetime | None
+    ) -> None:
+        """Define `calls`: the rows of some time, and the lines of files that are no rows."""
+        parts = []
+        for suffix, reader, options in (
+            (".parquet", "read_parquet", ", union_by_name = true"),
+            (
+                ".jsonl",
+                "read_json",
+                f", format = 'newline_delimited', ignore_errors = true, columns = {COLUMNS}",
+            ),
+        ):
+            paths = [self._url(path) for path in segments if path.suffix == suffix]
+            if paths:
+                columns = ", ".join(COLUMNS)
+                parts.append(
+                    f"SELECT {columns}, day FROM {reader}({paths}{options}, hive_partitioning = true, "
+                    "hive_types = {'day': VARCHAR})"
+                )
+        if not parts:
+            empty = ", ".join(f"NULL::{kind} AS {name}" for name, kind in COLUMNS.items())
+            parts.append(f"SELECT {empty}, '' AS day WHERE false")
+        bounds = [f"time >= '{since.isoformat()}'::TIMESTAMPTZ"] if since else []
+        bounds += [f"time < '{until.isoformat()}'::TIMESTAMPTZ"] if until else []
+        db.execute(f"CREATE VIEW lines AS {' UNION ALL '.join(parts)}")
+        db.execute(f"CREATE VIEW calls AS SELECT * FROM lines WHERE {' AND '.join(bounds) or 'true'}")
+
+    def _wrong(self, db: Any, segments: list[PurePosixPath]) -> int:
+        """Return the lines that are no rows, but for the last one of a segment that grows."""
+        lines = [path for path in segments if path.suffix == ".jsonl"]
+        if not lines:
+            return 0
+        (found,) = db.execute(
+            f"SELECT count(*) FROM read_json({[self._url(path) for path in lines]}, "
+            "format = 'newline_delimited', ignore_errors = true, columns = {'call': VARCHAR}) "
+            "WHERE call IS NULL"
+        ).fetchone()
+        if not found:
+            return 0
+        torn = sum(self._files.cat_file(str(path))[-1:] not in (b"", b"\n") for path in lines)
+        return max(0, int(found) - torn)
+
+    def _url(self, path: PurePosixPath) -> str:
+        return f"{self._scheme}://{path}" if self._scheme else str(path)
 
 
-def _price(prices: Prices, named: Mapping[str, str], sums: Sequence[float]) -> float:
-    prompt, cached, output, cost = (int(value) for value in sums[1:5])
+def _price(prices: Prices, named: dict[str, str], total: Total) -> Decimal:
     return prices.cost(
         named["model"],
         named["source"],
         named["outcome"],
-        prompt_tokens=prompt,
-        cached_tokens=cached,
-        output_tokens=output,
-        cost=cost,
+        prompt_tokens=total.prompt_tokens,
+        cached_tokens=total.cached_tokens,
+        output_tokens=total.output_tokens,
+        cost=total.cost,
         adapter=named["adapter"],
     )
-
-
-def _total(sums: Sequence[float], *, priced: bool) -> Total:
-    calls, prompt, cached, output, cost = (int(value) for value in sums[:5])
-    return Total(calls, prompt, cached, output, cost, sums[5], sums[6], sums[7] if priced else None)
 
 
 def _size(total: Total) -> int:

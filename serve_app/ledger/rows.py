@@ -1,4 +1,4 @@
-"""Rows of the ledger: one for each call that an Engine ran, never with content."""
+"""Rows of the ledger: one for each call, never with content."""
 
 from datetime import UTC, datetime
 from typing import Literal
@@ -12,11 +12,14 @@ Source = Literal["http", "handle", "batch", "warm_up"]
 
 
 class Row(msgspec.Struct, kw_only=True, frozen=True):
-    """One call that an Engine ran.
+    """One call that an Engine ran, or that was lost with its Engine.
+
+    The row of a lost call comes from the side of its caller, and has no tokens: their count died with the
+    Engine.
 
     Attributes:
-        call: Id of the call in the ledger, unique; several rows with it are states of the same call.
-        time: When it ended; of a running one, the time of its state. UTC.
+        call: Id of the call in the ledger, unique.
+        time: When it ended. UTC.
         key: Name of the API key; empty: there was none.
         tenant: The tenant.
         model: Id of the model.
@@ -76,11 +79,6 @@ def utc(seconds: float) -> datetime:
         seconds: Seconds since the epoch.
     """
     return datetime.fromtimestamp(round(seconds, 3), UTC)
-
-
-def as_lost(row: Row) -> Row:
-    """Return the row of a call whose process has died, from the last state that it wrote."""
-    return msgspec.structs.replace(row, outcome="lost") if row.outcome == "running" else row
 
 
 def encode(row: Row) -> bytes:

@@ -1,49 +1,383 @@
-"""The threads that write the ledger of a replica: one for its rows, one for what closed segments need."""
+"""The files of the ledger: rows are appended, closed segments become Parquet, are uploaded, or are removed.
+
+    day=2026-11-23/NAME.000004711.jsonl    rows of the calls that ended on a day: a segment, which may grow
+    day=2026-11-23/NAME.000000000.parquet  the same of a closed segment, in format parquet
+    prices.json                            a copy of the config's prices
+
+NAME is unique for each process that has written; the number is that of the segment's first row, over all
+segments of the process. Four times a second the rows of the calls that have ended are appended. A process
+that is killed loses the rows of its last moment: a quarter of a second, or as long as one round takes.
+
+A process touches its newest segment every few seconds. Segments that nobody has touched for a minute are
+those of a process that has died: any other process brings them into their last form. All of that can be done
+twice, by two processes too: what it makes replaces what is there, and is the same.
+"""
 
 import hashlib
 import logging
+import re
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from serve_app.ledger import prices
-from serve_app.ledger.calls import CallBook
-from serve_app.ledger.closing import Closer
-from serve_app.ledger.disk import LocalDisk
-from serve_app.ledger.files import PRICES, unique_name
-from serve_app.ledger.ledger import INTERVAL_S, Ledger
+from serve_app.ledger.calls import Call, CallBook
+from serve_app.ledger.disk import DRAFT, Disk, LocalDisk
 from serve_app.ledger.parquet import NEEDS, to_parquet
 from serve_app.ledger.remote import Remote
+from serve_app.ledger.rows import Row, decode, encode
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.usage import LedgerSettings, UsageSettings
 
 logger = logging.getLogger("ray.serve")
 
+INTERVAL_S = 0.25
+"""Seconds between two rounds."""
+
 CLOSING_S = 10.0
 """Seconds between two looks at closed segments."""
 
-ADOPT_EVERY = 6
-"""Looks after which those of processes that have died are finished too."""
+ADOPT_EVERY = 3
+"""Looks after which the segments of processes that have died are finished too."""
+
+TOUCH_S = 5.0
+"""Seconds between two touches of the newest segment."""
+
+ORPHANED_S = 60.0
+"""Seconds without a touch after which a process counts as dead."""
+
+SEGMENT_BYTES = 64 << 20
+"""Size from which on a segment is closed."""
+
+MAX_PENDING = 50_000
+"""Rows that wait while they can't be written; more are dropped."""
 
 WARN_S = 60.0
-"""Seconds between two warnings."""
+"""Seconds between two warnings of the same kind."""
 
 LAST_S = 2.0
 """Seconds that the last rows of a process have, at least. A network disk that is away hangs for good."""
 
 DAY_S = 86_400.0
 
+JSONL, PARQUET = ".jsonl", ".parquet"
+
+Written = Callable[[Sequence[Call], int], None]
+"""Told of calls whose rows are written or dropped, and of the rows so far, in the thread of `round`."""
+
+Died = Callable[[str, Callable[[int], list[Row]]], None]
+"""Told of a process that has died, by its name and its rows from a number on, before these are moved."""
+
+
+def unique_name(replica: str) -> str:
+    """Return a name of a process that no other process has, in a replica."""
+    place = re.sub(r"[^A-Za-z0-9_-]+", "-", replica).strip("-") or "engine"
+    return f"{place}-{secrets.token_hex(4)}"
+
+
+def segment_path(folder: Path, day: str, name: str, number: int) -> Path:
+    """Return the path of a segment, whose first row has the number."""
+    return folder / f"day={day}" / f"{name}.{number:09d}{JSONL}"
+
+
+def _name_of(path: Path) -> str:
+    return path.name.partition(".")[0]
+
+
+def _number_of(path: Path) -> int:
+    """Return the number of a segment's first row; segments of version 0.1 have another count."""
+    number = path.name.split(".")[1]
+    return int(number) if number.isdecimal() else 0
+
+
+class Ledger:
+    """The ledger of one process: the rows of its calls, and the segments that are closed.
+
+    `round` belongs to one thread, `close` and what follows to another one.
+
+    Args:
+        book: The calls.
+        folder: Folder of the ledger, or the spool of a ledger that is elsewhere.
+        disk: The file system.
+        compact: Returns a segment, JSON lines, as Parquet; None: closed segments stay JSON lines.
+        upload: Uploads a closed segment, which is then removed here; None: it stays.
+        segment_bytes: Size from which on a segment is closed.
+        segment_s: Seconds after which it is closed; None: at the end of its day.
+        max_bytes: Most bytes of segments here; beyond it rows are dropped. None: no bound.
+        keep_s: Seconds after which a segment is removed; None: never.
+        written: See `Written`.
+        died: See `Died`.
+        adopts: Returns whether the work of a dead process with this name is finished here.
+        clock: Seconds since the epoch.
+        now: Monotonic clock, in seconds.
+
+    Attributes:
+        written: Rows that were written.
+        written_at: Time of the last round that succeeded, on the monotonic clock.
+        full: No more rows are taken: too many bytes wait for their upload.
+    """
+
+    def __init__(
+        self,
+        book: CallBook,
+        folder: Path,
+        *,
+        disk: Disk | None = None,
+        compact: Callable[[bytes], bytes] | None = None,
+        upload: Callable[[Path], None] | None = None,
+        segment_bytes: int = SEGMENT_BYTES,
+        segment_s: float | None = None,
+        max_bytes: int | None = None,
+        keep_s: float | None = None,
+        written: Written = lambda calls, rows: None,
+        died: Died = lambda name, rows: None,
+        adopts: Callable[[str], bool] = lambda name: True,
+        clock: Callable[[], float] = time.time,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._book = book
+        self._folder = folder
+        self._disk = disk or LocalDisk()
+        self._compact = compact
+        self._upload = upload
+        self._segment_bytes = segment_bytes
+        self._segment_s = segment_s
+        self._max_bytes = max_bytes
+        self._keep_s = keep_s
+        self._told = written
+        self._died = died
+        self._adopts = adopts
+        self._clock = clock
+        self._now = now
+        self._rounds = threading.Lock()
+        self._pending: list[Call] = []
+        self._growing: Path | None = None
+        self._newest: Path | None = None
+        self._size = 0
+        self._began_at = 0.0
+        self._torn = False
+        self._touched_at = now()
+        self._dropped = 0
+        self._warned_at = -WARN_S
+        self._failed: set[Path] = set()
+        self._adopted: set[str] = set()
+        self.written = 0
+        self.written_at = now()
+        self.full = False
+        book.keep_ended()
+
+    @property
+    def dropped(self) -> int:
+        """Rows that were dropped: they could not be written for too long."""
+        return self._dropped + self._book.dropped
+
+    @property
+    def behind_s(self) -> float:
+        """Seconds since the last round that succeeded."""
+        return self._now() - self.written_at
+
+    # Rows
+
+    def round(self) -> None:
+        """Write the rows of the calls that have ended since the last round.
+
+        A failure is logged; its rows are tried again in the next round.
+        """
+        with self._rounds:
+            try:
+                self._write()
+                self._touch()
+                self._roll()
+            except OSError as error:
+                self._warn(f"rows of the usage ledger can't be written, and wait: {error}")
+            else:
+                self.written_at = self._now()
+
+    def finish(self) -> bool:
+        """Write the last rows, and close the segment; return whether that succeeded."""
+        with self._rounds:
+            try:
+                self._write()
+            except OSError as error:
+                logger.warning("the last rows of the usage ledger can't be written: %s", error)
+                return False
+            self._growing = None
+        return True
+
+    def _write(self) -> None:
+        self._take()
+        days: dict[str, list[Call]] = {}
+        for call in self._pending:
+            days.setdefault(_day(call.time), []).append(call)
+        for day, same in days.items():
+            self._append(day, b"".join(encode(call.row()) for call in same))
+            self.written += len(same)
+            self._pending = [call for call in self._pending if _day(call.time) != day]
+            self._told(same, self.written)
+
+    def _take(self) -> None:
+        ended = self._book.take()
+        room = 0 if self.full else MAX_PENDING - len(self._pending)
+        self._pending += ended[:room]
+        if lost := ended[room:]:
+            self._dropped += len(lost)
+            self._told(lost, self.written)
+            self._warn(f"{self.dropped} rows of the usage ledger are dropped so far: they can't be written")
+
+    def _append(self, day: str, data: bytes) -> None:
+        """Append rows of a day.
+
+        Raises:
+            OSError: None of them was written.
+        """
+        path = self._growing
+        if path is not None and self._torn:
+            self._disk.cut(path, self._size)
+            self._torn = False
+        # A process that has stood still for a minute counts as dead: others have taken its segment then.
+        if path is None or path.parent.name != f"day={day}" or self._disk.size(path) != self._size:
+            path = self._growing = self._newest = segment_path(
+                self._folder, day, self._book.name, self.written
+            )
+            self._size, self._began_at = 0, self._now()
+        try:
+            self._disk.append(path, data)
+        except OSError:
+            # A part may be written, and is to go before the next try: else its rows were there twice.
+            self._torn = True
+            raise
+        self._size += len(data)
+
+    def _touch(self) -> None:
+        """Tell other processes that this one lives, while it has a segment that they could take."""
+        if self._newest is not None and self._now() - self._touched_at >= TOUCH_S:
+            self._touched_at = self._now()
+            if self._disk.size(self._newest):
+                self._disk.touch(self._newest)
+
+    def _roll(self) -> None:
+        """Close the segment if it is large or old enough, or its day is over."""
+        if self._growing is None:
+            return
+        old = self._segment_s is not None and self._now() - self._began_at >= self._segment_s
+        over = self._growing.parent.name < f"day={_day(self._clock())}"
+        if old or over or self._size >= self._segment_bytes:
+            self._growing = None
+
+    # Segments
+
+    def close(self) -> None:
+        """Bring the closed segments of this process into their last form.
+
+        Raises:
+            Exception: One can't be written or uploaded; the next call goes on with it.
+        """
+        self._close(self._book.name)
+        if self._max_bytes is not None:
+            waiting = sum(self._disk.size(path) for path in self._disk.files(self._folder, "day=*/*"))
+            self.full = waiting > self._max_bytes
+            if self.full:
+                self._warn(f"usage.ledger.max_spool_bytes is reached in {self._folder}: rows are dropped")
+
+    def adopt(self) -> None:
+        """Finish the work of processes that have died.
+
+        Raises:
+            Exception: A file can't be written or uploaded; the next call goes on with it.
+        """
+        found: dict[str, list[Path]] = {}
+        for path in self._recent():
+            if path.suffix == JSONL:
+                found.setdefault(_name_of(path), []).append(path)
+        now = self._disk.touch(self._folder / ".now")
+        for name, paths in found.items():
+            if name == self._book.name or name in self._adopted or not self._adopts(name):
+                continue
+            if now - max(map(self._disk.modified, paths)) < ORPHANED_S:
+                continue
+            for path in paths:
+                # The crash may have left a part of a line.
+                self._disk.cut(path, self._disk.read(path).rfind(b"\n") + 1)
+            self._died(name, lambda number, paths=paths: self._rows(paths, number))  # type: ignore[misc]
+            self._close(name)
+            self._adopted.add(name)
+
+    def remove_old(self) -> None:
+        """Remove the segments of days that are over for `keep_s`."""
+        if self._keep_s is None:
+            return
+        oldest = f"day={_day(self._clock() - self._keep_s)}"
+        for folder in self._disk.files(self._folder, "day=*"):
+            if folder.name < oldest:
+                for path in self._disk.files(folder, "*"):
+                    if path != self._growing:
+                        self._disk.remove(path)
+
+    def _recent(self) -> list[Path]:
+        """Return the files in which work may be left: where they are uploaded, all that are still here."""
+        if self._upload is not None:
+            return self._disk.files(self._folder, "day=*/*")
+        days = [_day(self._clock() - DAY_S * back) for back in (1, 0)]
+        return [path for day in days for path in self._disk.files(self._folder, f"day={day}/*")]
+
+    def _rows(self, paths: list[Path], number: int) -> list[Row]:
+        """Return the rows of segments from a number on."""
+        rows = []
+        for path in paths:
+            skipped = max(0, number - _number_of(path))
+            rows += decode(self._disk.read(path))[0][skipped:]
+        return rows
+
+    def _close(self, name: str) -> None:
+        for path in self._recent():
+            if _name_of(path) != name or path == self._growing:
+                continue
+            if path.name.endswith(DRAFT):
+                self._disk.remove(path)
+                continue
+            closed = path
+            if path.suffix == JSONL and self._compact is not None and path not in self._failed:
+                closed = self._as_parquet(path)
+            if self._upload is not None:
+                self._upload(closed)
+                self._disk.remove(closed)
+
+    def _as_parquet(self, path: Path) -> Path:
+        """Replace a segment by one in Parquet; return its path, or the old one if that isn't possible."""
+        assert self._compact is not None
+        closed = path.with_suffix(PARQUET)
+        try:
+            content = self._compact(self._disk.read(path))
+        except ValueError as error:
+            # The lines that can be read still count.
+            self._failed.add(path)
+            logger.error("usage ledger: %s can't be written as Parquet: %s", path, error)
+            return path
+        self._disk.replace(closed, content)
+        self._disk.remove(path)
+        return closed
+
+    def _warn(self, message: str) -> None:
+        if self._now() - self._warned_at >= WARN_S:
+            self._warned_at = self._now()
+            logger.warning("%s", message)
+
 
 class Writer:
-    """Writes the ledger of a replica until it is stopped.
+    """Writes a ledger until it is stopped: a thread for the rows, and one for the closed segments.
 
     Args:
         settings: The config's `args.usage`; it has a ledger.
-        book: The replica's calls.
+        book: The calls.
+        written: See `Written`.
+        died: See `Died`.
+        adopts: See `Ledger`.
+        disk: The file system.
         interval_s: Seconds between two rounds.
         closing_s: Seconds between two looks at closed segments.
+        last_s: Seconds that the last rows have, at least.
 
     Raises:
         SettingsError: A package that the settings need is missing.
@@ -54,31 +388,35 @@ class Writer:
         settings: UsageSettings,
         book: CallBook,
         *,
+        written: Written = lambda calls, rows: None,
+        died: Died = lambda name, rows: None,
+        adopts: Callable[[str], bool] = lambda name: True,
+        disk: Disk | None = None,
         interval_s: float = INTERVAL_S,
         closing_s: float = CLOSING_S,
+        last_s: float = LAST_S,
     ) -> None:
         assert settings.ledger is not None
+        options = settings.ledger
         self._settings = settings
-        self._options: LedgerSettings = settings.ledger
-        self._interval_s = interval_s
-        self._closing_s = closing_s
-        self._remote = _remote(self._options.folder)
-        self._folder = _folder(self._options)
-        disk = LocalDisk()
-        self._disk = disk
-        self.ledger = Ledger(
-            book, self._folder, disk=disk, segment_s=self._options.upload_s if self._remote else None
-        )
+        self._interval_s, self._closing_s, self._last_s = interval_s, closing_s, last_s
+        self._folder = _folder(options)
+        self._disk = disk or LocalDisk()
+        self._remote = remote = _remote(options.folder)
         # A file that waits for its upload is never too old.
-        keep_days = None if self._remote else self._options.keep_days
-        self._closer = Closer(
+        keep_s = None if remote or options.keep_days is None else options.keep_days * DAY_S
+        self.ledger = Ledger(
+            book,
             self._folder,
-            book.name,
-            disk,
-            growing=lambda: self.ledger.segments.growing,
-            compact=_compact(self._options),
-            upload=None if self._remote is None else self._remote.uploader(self._folder),
-            keep_s=None if keep_days is None else keep_days * DAY_S,
+            disk=self._disk,
+            compact=_compact(options),
+            upload=remote.uploader(self._folder) if remote else None,
+            segment_s=options.upload_s if remote else None,
+            max_bytes=options.max_spool_bytes if remote else None,
+            keep_s=keep_s,
+            written=written,
+            died=died,
+            adopts=adopts,
         )
         self._priced = False
         self._stopping = threading.Event()
@@ -96,7 +434,7 @@ class Writer:
 
     def flush(self) -> None:
         """Write what has ended, now: the process is about to end, even if the disk hangs."""
-        _within(LAST_S, self.ledger.round)
+        _within(self._last_s, self.ledger.round)
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """Write the last rows, and bring the segments into their last form if that takes no longer.
@@ -111,97 +449,63 @@ class Writer:
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(max(0.0, deadline - time.monotonic()))
-        _within(max(LAST_S, deadline - time.monotonic()), self._finish)
+        _within(max(self._last_s, deadline - time.monotonic()), self._finish)
 
     def _write(self) -> None:
         while not self._stopping.wait(self._interval_s):
-            try:
-                self.ledger.round()
-            except Exception:
-                # With its stack, once in a while.
-                self._warn_with_trace("the usage ledger fails; it is tried again")
+            self._try(self.ledger.round)
 
     def _close(self) -> None:
         looks = 0
         while True:
-            steps = [self._write_prices, self._closer.close_segments]
+            steps = [self._write_prices, self.ledger.close]
             if looks % ADOPT_EVERY == 0:
-                steps += [self._closer.adopt, self._closer.remove_old]
-            steps.append(self._bound)
+                steps += [self.ledger.adopt, self.ledger.remove_old]
             # Each for itself: on a full disk the first ones fail until old files are removed.
             for step in steps:
-                try:
-                    step()
-                except OSError as error:
-                    self._warn(f"segments of the usage ledger wait: {error!r}")
-                except Exception:
-                    # With its stack, once in a while.
-                    self._warn_with_trace("segments of the usage ledger wait")
+                self._try(step)
             looks += 1
             if self._stopping.wait(self._closing_s):
                 return
 
-    def _finish(self) -> None:
-        written = self.ledger.finish()
+    def _try(self, step: Callable[[], object]) -> None:
         try:
-            self._closer.close_segments()
-            if written:
-                self._closer.release()
+            step()
         except Exception as error:
-            message = "segments of the usage ledger are left to the next replica here: %r"
-            logger.warning(message, error, exc_info=True)
+            # A step is tried again. A fault is told with its stack, once in a while.
+            if time.monotonic() - self._warned_at >= WARN_S:
+                self._warned_at = time.monotonic()
+                fault = None if isinstance(error, OSError) else error
+                logger.warning("files of the usage ledger wait: %r", error, exc_info=fault)
 
-    def _bound(self) -> None:
-        """Take no more rows while too many bytes wait for their upload."""
-        if self._remote is None:
-            return
-        self.ledger.segments.full = full = self._closer.spool_bytes() > self._options.max_spool_bytes
-        if full:
-            self._warn(f"usage.ledger.max_spool_bytes is reached in {self._folder}: new rows are dropped")
+    def _finish(self) -> None:
+        self.ledger.finish()
+        self._try(self.ledger.close)
 
     def _write_prices(self) -> None:
         """Keep the prices beside the rows, once, for those who read them without the config."""
         if self._settings.prices and not self._priced:
             content = prices.pack(self._settings)
             if self._remote is not None:
-                self._remote.write(Path(PRICES), content)
+                self._remote.write(Path(prices.FILE), content)
             else:
-                self._disk.replace(self._folder / PRICES, content)
+                self._disk.replace(self._folder / prices.FILE, content)
             self._priced = True
-
-    def _warn(self, message: str) -> None:
-        if time.monotonic() - self._warned_at >= WARN_S:
-            self._warned_at = time.monotonic()
-            logger.warning("%s", message)
-
-    def _warn_with_trace(self, message: str) -> None:
-        if time.monotonic() - self._warned_at >= WARN_S:
-            self._warned_at = time.monotonic()
-            logger.exception("%s", message)
-
-
-def start_writer(settings: UsageSettings, book: CallBook) -> Writer | None:
-    """Start the writer of a replica; None: its config has no ledger.
-
-    Raises:
-        SettingsError: A package that the settings need is missing.
-    """
-    return Writer(settings, book).start() if settings.ledger else None
-
-
-def ledger_of(writer: Writer | None) -> Ledger | None:
-    """Return the ledger of a writer, if there is one."""
-    return None if writer is None else writer.ledger
 
 
 def new_book(model: str, replica: str) -> CallBook:
     """Return the calls of a new process.
 
     Args:
-        model: Id of its model.
+        model: Id of its model; empty: it runs none.
         replica: The replica.
     """
-    return CallBook(model, replica, unique_name(replica, secrets.token_hex(4)))
+    return CallBook(model, replica, unique_name(replica))
+
+
+def _day(seconds: float) -> str:
+    # As the row's time is, to the millisecond.
+    return time.strftime("%Y-%m-%d", time.gmtime(round(seconds, 3)))
 
 
 def _folder(options: LedgerSettings) -> Path:

@@ -1,27 +1,28 @@
-"""Reservations of requests in one replica: from its leases, which it renews in the background."""
+"""The quotas on the side of an Engine: what it has taken ahead, and what its calls reserve of that.
+
+A call reserves the most that it may use before it runs, and is charged what it has used when it ends. While
+the amounts that the Engine has taken ahead cover a call, nothing is awaited. Otherwise the call waits for the
+answer to a report, which asks for more; only when the limits have nothing left it is refused.
+"""
 
 import asyncio
 import functools
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 from serve_app.api.errors import RequestError
-from serve_app.quotas.lease import Lease, tightest
-from serve_app.quotas.lease_holder import LeaseHolder
-from serve_app.quotas.messages import (
-    LIMITS,
+from serve_app.quotas.counters import (
     Answer,
-    LeaseID,
+    Charge,
+    LimitState,
     Report,
     key_subject,
-    limits_of,
     tenant_subject,
 )
-from serve_app.quotas.refusal import LEAST_RETRY_S, away_error, check_fits, limit_error, refusal
-from serve_app.quotas.reservation import Reservation
+from serve_app.quotas.holder import Holder, Limits, Reservation
 from serve_app.quotas.windows import WindowClock
 from serve_app.settings.usage import Quota, QuotasSettings
 from serve_app.system import cancellation
@@ -30,61 +31,69 @@ from serve_app.system.waiting import wait_for_event
 logger = logging.getLogger("ray.serve")
 
 POLL_S = 0.2
-"""Seconds between two reports of a replica that holds leases: others wait as long for what it has free."""
+"""Seconds between two reports while something changes: other Engines wait as long for what is free here."""
 
 REST_S = 2.0
-"""The same of one that holds none."""
+"""Seconds between two reports while calls run and nothing changes."""
 
 RECALL_S = 0.05
-"""Seconds to the next report while a request waits for what others give back."""
+"""Seconds to the next report while a call waits for what others give back."""
 
 MOST_S = 1.0
-"""Seconds that a request waits for it, at most."""
+"""Seconds that a call waits for that, at most."""
 
 START_S = 15.0
-"""Seconds for the first answer, at least: the service may start at the same time as this replica."""
+"""Seconds for the first answer, at least: the service may start at the same time as this process."""
 
 RETRY_S = 0.25
 """Seconds between two tries while the service doesn't answer."""
+
+LEAST_RETRY_S = 0.1
+"""Least time after which a call is told to try again, in seconds."""
+
+BY_QUOTA = (b"x-saturate-refused-by", b"quota")
+"""Header of a refusal by a quota: the engines may have room."""
 
 _HEADERS = [
     (kind, [f"x-ratelimit-{value}-{kind}".encode() for value in ("limit", "remaining", "reset")])
     for kind in ("requests", "tokens")
 ]
 
-Exchange = Callable[[Report], Awaitable[Answer]]
+
+class Store(Protocol):
+    """The service that keeps the counters."""
+
+    async def take(self, report: Report) -> Answer:
+        """Take a report over, and return what was granted."""
+
+    async def rows_of(self, holder: str) -> int | None:
+        """Return the rows of the ledger whose use a process has reported; None: it is not known."""
+
+    async def settle(self, holder: str, charges: tuple[Charge, ...]) -> None:
+        """Settle for a process that has died."""
 
 
 class _Waiting:
-    """A request that its leases don't cover."""
+    """A call that the amounts here don't cover."""
 
-    __slots__ = ("asked", "future", "leases", "since", "tokens")
+    __slots__ = ("asked", "future", "limits", "since", "tokens")
 
-    def __init__(self, leases: Sequence[Lease], tokens: int, since: float) -> None:
-        self.leases = leases
+    def __init__(self, limits: Sequence[Limits], tokens: int, since: float) -> None:
+        self.limits = limits
         self.tokens = tokens
         self.since = since
         self.asked = False
         self.future: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
 
 
-class KeyQuota(NamedTuple):
-    """The quota of an API key, by the key's name."""
-
-    name: str
-    quota: Quota
-
-
 class QuotaClient:
-    """Reserves requests and their tokens for keys and tenants.
-
-    While the leases of this replica cover a request, that takes no time: nothing is awaited. Otherwise the
-    service is asked, which calls in what other replicas don't use.
+    """Reserves calls and their tokens for keys and tenants.
 
     Args:
-        settings: The treatment of requests while the service is away.
-        exchange: Sends a report to the service and returns its answer.
-        name: Name of this replica, unique and never used again.
+        settings: The treatment of calls while the service is away.
+        store: The service.
+        name: Name of this process, unique and never used again: that of its ledger, if it has one.
+        rows: Returns the rows of the ledger that are written, as far as `Reservation.written` was called.
         clock: Monotonic clock, in seconds.
         wall: Seconds since the epoch.
     """
@@ -92,20 +101,22 @@ class QuotaClient:
     def __init__(
         self,
         settings: QuotasSettings,
-        exchange: Exchange,
+        store: Store,
         name: str,
         *,
+        rows: Callable[[], int] = lambda: 0,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._settings = settings
-        self._exchange = exchange
-        self._clock = clock
-        self._windows = WindowClock(wall, clock)
-        self._holder = LeaseHolder(name, clock, self._gave_back)
+        self._store = store
+        self._holder = Holder(name, clock, rows, self._given_back)
+        self._monotonic = clock
+        # While the service is away, a jump of the wall clock begins no window anew.
+        self._clock = WindowClock(wall, clock)
+        self._table = ""
         self._tenants: dict[str, Quota] = {}
         self._known = False
-        self._leases: dict[tuple[str, str], tuple[Quota | None, tuple[Lease, ...]]] = {}
         self._waiting: list[_Waiting] = []
         self._wake: asyncio.Event | None = None
         self._running: asyncio.Task[None] | None = None
@@ -118,69 +129,67 @@ class QuotaClient:
             self._wake = asyncio.Event()
             self._running = asyncio.get_running_loop().create_task(self._run())
 
-    def stop(self) -> None:
-        """Report no more; the service counts what was leased as used."""
-        if self._running is not None:
-            self._running.cancel()
+    async def stop(self) -> None:
+        """Report a last time, so that nothing stays reserved, and no more."""
+        if self._running is None:
+            return
+        self._running.cancel()
+        self._holder.give_up()
+        try:
+            async with asyncio.timeout(self._settings.away_s):
+                await self._store.take(self._holder.report())
+        except Exception as error:
+            # The service settles for this process when it has not reported for a while.
+            logger.debug("quotas: the last report failed: %r", error)
 
     @property
     def away(self) -> bool:
         """True if the service has not answered for `away_s`, or not in its time to start."""
         since = self._failing_since
-        return since is not None and self._clock() - since >= self._patience_s
+        return since is not None and self._monotonic() - since >= self._patience_s
 
     @property
     def _patience_s(self) -> float:
         return self._settings.away_s if self._known else max(self._settings.away_s, START_S)
 
-    def leases(self, tenant: str, key: KeyQuota | None = None) -> tuple[Lease, ...]:
-        """Return the leases of a request; empty: it has no quota.
+    def limits(self, tenant: str, quota: Quota | None) -> bool:
+        """Return whether a call may have a quota.
 
         Args:
             tenant: Its tenant.
-            key: The quota of its key, if it has one.
+            quota: The quota of its key, if it has one.
         """
-        # A client may name any tenant: those without a quota are one.
-        place = (key.name if key else "", tenant if tenant in self._tenants else "")
-        found = self._leases.get(place)
-        if found is not None and found[0] is (key.quota if key else None):
-            return found[1]
-        leases: list[Lease] = []
-        subjects = [(key_subject(key.name), key.quota)] if key else []
-        if (quota := self._tenants.get(tenant)) is not None:
-            subjects.append((tenant_subject(tenant), quota))
-        for subject, quota in subjects:
-            leases += [
-                self._holder.lease(LeaseID(subject, kind), quota) for kind in LIMITS if limits_of(quota, kind)
-            ]
-        self._leases[place] = (key.quota if key else None, tuple(leases))
-        return tuple(leases)
+        return quota is not None or not self._known or tenant in self._tenants
 
-    def reserve_nowait(self, tenant: str, tokens: int, key: KeyQuota | None = None) -> Reservation | None:
-        """Reserve a request as `reserve` does, if the leases of this replica cover it; None: they don't."""
-        return self._holder.take(self.leases(tenant, key), tokens) if self._known else None
-
-    async def reserve(self, tenant: str, tokens: int, key: KeyQuota | None = None) -> Reservation:
-        """Reserve a request.
+    async def reserve(
+        self, tenant: str, tokens: int, key: str = "", quota: Quota | None = None
+    ) -> Reservation | None:
+        """Reserve a call.
 
         Args:
             tenant: Its tenant.
             tokens: Most tokens that it may take, of prompts and answers.
-            key: The quota of its key, if it has one.
+            key: The name of its key.
+            quota: The quota of the key, if it has one.
+
+        Returns:
+            The reservation, which has to be settled; None: the call has no quota.
 
         Raises:
             RequestError: 429, a limit doesn't allow it now; 400, it never will; 503, the service is away.
         """
         if not self._known:
             await self._first_answer()
-        leases = self.leases(tenant, key)
-        check_fits(leases, tokens)
-        if (found := self._holder.take(leases, tokens)) is not None:
+        limits = self._limits_of(tenant, key, quota)
+        if not limits:
+            return None
+        _check_fits(limits, tokens)
+        if (found := self._take(limits, tokens)) is not None:
             return found
         if self.away:
-            return self._reserve_away(leases, tokens)
+            return self._take_away(limits, tokens)
         self.start()
-        waiting = _Waiting(leases, tokens, self._clock())
+        waiting = _Waiting(limits, tokens, self._monotonic())
         self._waiting.append(waiting)
         self._report_soon()
         try:
@@ -194,26 +203,86 @@ class QuotaClient:
             if waiting in self._waiting:
                 self._waiting.remove(waiting)
 
-    def headers(self, leases: Sequence[Lease]) -> list[tuple[bytes, bytes]]:
+    def headers(self, tenant: str, key: str = "", quota: Quota | None = None) -> list[tuple[bytes, bytes]]:
         """Return OpenAI's headers of the tightest limits of tokens and of requests."""
-        now = self._clock()
+        limits = self._limits_of(tenant, key, quota)
+        now = self._monotonic()
         headers: list[tuple[bytes, bytes]] = []
-        for kind, (limit, remaining, reset) in _HEADERS:
-            if (found := tightest(leases, kind, now)) is not None:
-                state, left, ends_in_s = found
-                headers += (
-                    (limit, b"%d" % state.limit),
-                    (remaining, b"%d" % left),
-                    (reset, _duration(ends_in_s) if left < state.limit else b"0s"),
-                )
+        for kind, names in _HEADERS:
+            states = [found for one in limits if one.counter.kind == kind for found in one.remaining(now)]
+            if states:
+                state, left, ends_in_s = min(states, key=lambda found: found[1])
+                reset = _duration(ends_in_s) if left < state.limit else b"0s"
+                headers += zip(names, (b"%d" % state.limit, b"%d" % left, reset), strict=True)
         return headers
 
-    # Reports
+    async def settle(self, name: str, charges: Callable[[int], Awaitable[tuple[Charge, ...]]]) -> None:
+        """Settle for a process that has died, and has left rows of the ledger.
 
-    def _gave_back(self, leases: Sequence[Lease]) -> None:
+        Args:
+            name: Its name.
+            charges: Returns the use in its rows from a number on.
+        """
+        rows = await self._store.rows_of(name)
+        if rows is not None:
+            await self._store.settle(name, await charges(rows))
+
+    def _given_back(self) -> None:
+        """Serve calls that wait, or have the service told: a call has given something back."""
         if self._waiting:
             self._serve()
             self._report_soon()
+        elif self._wake is not None:
+            self._wake.set()
+
+    def _limits_of(self, tenant: str, key: str, quota: Quota | None) -> list[Limits]:
+        """Return the counters of a call."""
+        found = list(self._holder.limits(key_subject(key), quota)) if quota is not None else []
+        if (of_tenant := self._tenants.get(tenant)) is not None:
+            found += self._holder.limits(tenant_subject(tenant), of_tenant)
+        return found
+
+    def _take(self, limits: Sequence[Limits], tokens: int) -> Reservation | None:
+        found = self._holder.take(limits, tokens)
+        if found is not None and self._wake is not None:
+            self._wake.set()
+        return found
+
+    def _take_away(self, limits: Sequence[Limits], tokens: int) -> Reservation:
+        """Reserve while the service is away, if the settings say so: it learns of all when it is back."""
+        if self._settings.when_away == "fail_closed":
+            raise away_error(self._patience_s)
+        return self._holder.take_beyond(limits, tokens, self._clock.now())
+
+    def _serve(self) -> None:
+        """Give the waiting calls what the amounts here cover, in their order."""
+        left = []
+        for waiting in self._waiting:
+            if waiting.future.done():
+                continue
+            if (found := self._take(waiting.limits, waiting.tokens)) is None:
+                left.append(waiting)
+            else:
+                waiting.future.set_result(found)
+        self._waiting = left
+
+    def _refuse(self) -> None:
+        """Refuse the waiting calls for which there is nothing, here or elsewhere."""
+        now = self._monotonic()
+        left = []
+        for waiting in self._waiting:
+            short = [one for one in waiting.limits if not one.covers(one.amount(waiting.tokens), now)]
+            over = now - waiting.since > MOST_S
+            if waiting.asked and (over or any(not one.pending for one in short)):
+                one = next(
+                    (one for one in short if not one.pending), short[0] if short else waiting.limits[0]
+                )
+                waiting.future.set_exception(_refusal(one, waiting.tokens, now))
+            else:
+                left.append(waiting)
+        self._waiting = left
+
+    # Reports
 
     def _report_soon(self) -> None:
         self._due = True
@@ -223,58 +292,62 @@ class QuotaClient:
     async def _run(self) -> None:
         assert self._wake is not None
         while True:
-            # Requests that come while a report is under way belong to the next one.
+            # Calls that come while a report is under way belong to the next one.
             self._due = False
             self._wake.clear()
             try:
-                again = await self._report()
+                await self._exchange()
             except Exception:
-                logger.exception("quotas: the leases can't be renewed")
-                again = False
-            if again:
-                continue
-            if not self._due:
-                await wait_for_event(self._wake, self._pause_s())
+                logger.exception("quotas: a report failed")
+            await self._until_due(self._pause_s())
+
+    async def _until_due(self, seconds: float) -> None:
+        """Wait for so long, for less if a call takes something, and no longer if a report is due at once."""
+        assert self._wake is not None
+        began = self._monotonic()
+        while not self._due and (left := began + seconds - self._monotonic()) > 0:
+            if await wait_for_event(self._wake, left) or self._wake.is_set():
+                self._wake.clear()
+                seconds = min(seconds, self._pause_s())
 
     def _pause_s(self) -> float:
-        if self._failing_since is not None:
+        """Return the seconds to the next report."""
+        if self._failing_since is not None or not self._known:
             return RETRY_S
         if self._waiting:
             return RECALL_S
-        return POLL_S if self._holder.is_active else REST_S
+        return POLL_S if self._holder.changed else REST_S
 
-    async def _report(self) -> bool:
-        """Report once; return whether the next report is due at once."""
-        asked: dict[Lease, list[int]] = {}
-        for waiting in self._waiting:
-            for lease in waiting.leases:
-                asked.setdefault(lease, []).append(waiting.tokens if lease.is_tokens else 1)
-            waiting.asked = True
-        for lease, amounts in asked.items():
-            lease.ask(amounts)
-        sent_at = self._clock()
-        report = self._holder.report()
-        for lease in asked:
-            lease.ask(())
+    async def _exchange(self) -> None:
+        """Report once."""
+        waiting = list(self._waiting)
+        for one in waiting:
+            one.asked = True
+        sent_at = self._monotonic()
+        report = self._holder.report([(one.limits, one.tokens) for one in waiting])
         try:
             async with asyncio.timeout(self._settings.away_s):
-                answer = await self._exchange(report)
+                answer = await self._store.take(report._replace(table=self._table))
         except (Exception, asyncio.CancelledError) as error:
-            # Quotas is away, or starts again; what it raises, Ray Serve has logged there with its stack.
+            # The service is away, or starts again; what it raises, Ray Serve has logged there with its stack.
             if cancellation.is_own():
                 raise
             self._fail(sent_at, error)
-            return False
+            return
         if self._failing_since is not None:
             logger.info("quotas: the service answers again")
             self._failing_since = None
-        if answer.tenants is not None:
-            self._set_tenants(answer.tenants)
-        again = self._holder.apply(answer, sent_at)
-        self._known = True
+        if answer.gone:
+            logger.warning("quotas: this process was taken for dead, and goes on")
+            self._due = True
+        elif answer.tenants is not None:
+            self._tenants, self._table = answer.tenants, answer.table
+            self._holder.set_tenants({tenant_subject(name): one for name, one in self._tenants.items()})
+        self._holder.apply(answer, sent_at)
+        self._known = self._known or not answer.gone
         self._serve()
-        self._refuse()
-        return again
+        if not answer.gone:
+            self._refuse()
 
     def _fail(self, since: float, error: BaseException) -> None:
         if self._failing_since is None:
@@ -289,50 +362,9 @@ class QuotaClient:
             if waiting.future.done():
                 continue
             try:
-                waiting.future.set_result(self._reserve_away(waiting.leases, waiting.tokens))
-            except RequestError as error:
-                waiting.future.set_exception(error)
-
-    def _set_tenants(self, tenants: dict[str, Quota]) -> None:
-        changed = {
-            name for name in {*tenants, *self._tenants} if tenants.get(name) != self._tenants.get(name)
-        }
-        # Leases of quotas that are the same keep their settings object.
-        self._tenants = {
-            name: quota if name in changed else self._tenants[name] for name, quota in tenants.items()
-        }
-        self._leases.clear()
-
-    def _serve(self) -> None:
-        """Give the waiting requests what the leases cover, in their order."""
-        left = []
-        for waiting in self._waiting:
-            if waiting.future.done():
-                continue
-            found = self._holder.take(waiting.leases, waiting.tokens)
-            if found is None:
-                left.append(waiting)
-            else:
-                waiting.future.set_result(found)
-        self._waiting = left
-
-    def _refuse(self) -> None:
-        """Refuse the waiting requests for which there is nothing, here or elsewhere."""
-        now = self._clock()
-        left = []
-        for waiting in self._waiting:
-            short = [lease for lease in waiting.leases if lease.unmet]
-            over = now - waiting.since > MOST_S
-            if waiting.asked and (over or any(not lease.pending for lease in short)):
-                lease = next((lease for lease in short if not lease.pending), None)
-                lease = lease or (short or [*waiting.leases])[0]
-                error = refusal(lease, waiting.tokens, now) or away_error(self._patience_s)
-                waiting.future.set_exception(error)
-            else:
-                left.append(waiting)
-        self._waiting = left
-
-    # Without the service
+                waiting.future.set_result(self._take_away(waiting.limits, waiting.tokens))
+            except RequestError as refusal:
+                waiting.future.set_exception(refusal)
 
     async def _first_answer(self) -> None:
         """Wait for the quotas of tenants, as long as the service isn't away."""
@@ -345,14 +377,99 @@ class QuotaClient:
                 raise away_error(self._patience_s)
             self._tenants = dict(self._settings.tenants)
 
-    def _reserve_away(self, leases: Sequence[Lease], tokens: int) -> Reservation:
-        if self._settings.when_away == "fail_closed":
-            raise away_error(self._patience_s)
-        found = self._holder.take_share(leases, tokens, self._windows.now())
-        if isinstance(found, Reservation):
-            return found
-        lease = next(lease for lease in leases if found.name in lease.limits)
-        raise limit_error(lease, found, tokens if lease.is_tokens else 1, max(LEAST_RETRY_S, found.ends_in_s))
+
+class Handle(Protocol):
+    """The handle of a deployment."""
+
+    @property
+    def options(self) -> Callable[..., Any]:
+        """Returns the handle with other options."""
+
+
+class RemoteStore:
+    """The Quotas deployment.
+
+    Args:
+        handle: Its handle.
+    """
+
+    def __init__(self, handle: Handle) -> None:
+        def method(name: str) -> Any:
+            return handle.options(method_name=name, _by_reference=False, request_serialization="pickle")
+
+        self._take, self._rows_of, self._settle = map(method, ("take", "rows_of", "settle"))
+
+    async def take(self, report: Report) -> Answer:
+        answer: Answer = await self._take.remote(report)
+        return answer
+
+    async def rows_of(self, holder: str) -> int | None:
+        rows: int | None = await self._rows_of.remote(holder)
+        return rows
+
+    async def settle(self, holder: str, charges: tuple[Charge, ...]) -> None:
+        await self._settle.remote(holder, charges)
+
+
+# Refusals
+
+
+def _check_fits(limits: Iterable[Limits], tokens: int) -> None:
+    """Raise if a call can never have its tokens.
+
+    Raises:
+        RequestError: 400, with the name of the limit.
+    """
+    for one in limits:
+        if not one.is_tokens:
+            continue
+        name, limit = min(one.limits.items(), key=lambda item: item[1])
+        if tokens > limit:
+            message = (
+                f"{one.counter.subject}: {name} {limit}: this request may take {tokens} tokens, which never "
+                "fit in; lower max_tokens, or send a shorter prompt"
+            )
+            raise RequestError(400, "invalid_request_error", message, param="max_tokens")
+
+
+def _refusal(limits: Limits, tokens: int, now: float) -> RequestError:
+    """Return the error of a call that a limit doesn't allow now: 429; 503 if no limit is known."""
+    amount = limits.amount(tokens)
+    states = limits.remaining(now)
+    if not states:
+        return away_error(MOST_S)
+    # Of the limits that leave too little, the last one to leave enough counts.
+    short = [found for found in states if found[1] < amount] or [min(states, key=lambda found: found[1])]
+    seconds, (state, left, _) = max(
+        ((_wait_s(limits, *found, amount), found) for found in short), key=lambda pair: pair[0]
+    )
+    asked = f"may take {amount} tokens" if limits.is_tokens else "needs one"
+    message = (
+        f"{limits.counter.subject}: {state.name} {state.limit}: this request {asked}, and {left} are left. "
+        f"Try again in {seconds:.1f} s."
+    )
+    return RequestError(429, "rate_limit_error", message, retry_after_s=seconds)
+
+
+def _wait_s(limits: Limits, state: LimitState, left: int, ends_in_s: float, amount: int) -> float:
+    """Return the seconds after which a call is likely to fit.
+
+    Calls that run give back the unused part of what they have reserved, evenly over their usual time; at its
+    end a window has everything.
+    """
+    back = float(state.reserved)
+    if limits.counter.kind != "slots":
+        back = back * (1 - limits.used_share) if limits.is_tokens else 0.0
+    lacking = max(1, amount - left)
+    given_back_s = limits.hold_s * lacking / back if back >= lacking else math.inf
+    seconds = min(ends_in_s, given_back_s)
+    return max(LEAST_RETRY_S, seconds if math.isfinite(seconds) else limits.hold_s)
+
+
+def away_error(seconds: float) -> RequestError:
+    """Return the error of a call while the service has not answered for some seconds: 503."""
+    message = f"The quotas of this service have not answered for {seconds:g} s. Try again."
+    return RequestError(503, "service_unavailable", message, retry_after_s=max(1.0, seconds))
 
 
 def _duration(seconds: float) -> bytes:
@@ -362,7 +479,7 @@ def _duration(seconds: float) -> bytes:
     return _whole_seconds(math.ceil(seconds))
 
 
-# Windows end at the same time for many requests.
+# Windows end at the same time for many calls.
 @functools.lru_cache(maxsize=128)
 def _whole_seconds(seconds: int) -> bytes:
     hours, rest = divmod(seconds, 3600)

@@ -1,28 +1,17 @@
 """The Quotas deployment: the quotas of keys and tenants, behind a deployment handle."""
 
-import logging
-import os
-from pathlib import Path
+from math import isfinite
 
 from serve_app.api.protocol import JSON
-from serve_app.quotas.messages import Answer, Report
-from serve_app.quotas.service import QuotaService
-from serve_app.quotas.state import State, open_state
-from serve_app.settings.batches import BatchesSettings
-from serve_app.settings.schema import Settings, SettingsError
-from serve_app.settings.usage import QuotasSettings
+from serve_app.quotas.counters import Answer, Charge, Report
+from serve_app.settings.schema import Settings
 from serve_app.system.cpu_scheduling import use_batch_scheduling
 from serve_app.system.garbage_collection import collect_rarely
 from serve_app.system.serve_logging import flush_warnings
 
-logger = logging.getLogger("ray.serve")
-
-FOLDER = "quotas"
-"""Folder of the state inside that of the batches."""
-
 
 class Quotas:
-    """Quotas of keys and tenants. One replica: one process keeps the book.
+    """Quotas of keys and tenants. One replica: one process keeps the counters.
 
     Args:
         settings: The config's `args`, with `usage.quotas`.
@@ -37,6 +26,9 @@ class Quotas:
         flush_warnings()
         quotas = settings.usage.quotas
         assert quotas is not None
+        # A database is imported only where quotas are kept.
+        from serve_app.quotas.service import QuotaService, place_of
+
         self._service = QuotaService(quotas, place_of(quotas, settings.batches))
         self._service.start()
         self._metrics = None
@@ -48,9 +40,17 @@ class Quotas:
         use_batch_scheduling()
         collect_rarely()
 
-    async def exchange(self, report: Report) -> Answer:
-        """Take the report of a replica that holds leases, and return the answer."""
-        return await self._service.exchange(report)
+    async def take(self, report: Report) -> Answer:
+        """Take the report of an Engine, and return what it may spend."""
+        return await self._service.take(report)
+
+    async def rows_of(self, holder: str) -> int | None:
+        """Return the rows of the ledger whose use a process has reported; None: it is not known."""
+        return await self._service.rows_of(holder)
+
+    async def settle(self, holder: str, charges: tuple[Charge, ...]) -> None:
+        """Settle for a process that has died."""
+        await self._service.settle(holder, charges)
 
     async def stats(self) -> JSON:
         """Return the state of all limits, by key and tenant."""
@@ -62,7 +62,7 @@ class Quotas:
                         "limit": state.limit,
                         "remaining": state.remaining,
                         "reserved": state.reserved,
-                        "ends_in_s": round(state.ends_in_s, 1),
+                        "ends_in_s": round(state.ends_in_s, 1) if isfinite(state.ends_in_s) else None,
                     }
                     for state in states
                 }
@@ -79,23 +79,3 @@ class Quotas:
             metrics.stop()
         if service := getattr(self, "_service", None):
             await service.close()
-
-
-def place_of(quotas: QuotasSettings, batches: BatchesSettings | None) -> State:
-    """Return the database of the quotas: their own, or else that of the batches.
-
-    Raises:
-        StateError: It can't be used.
-        SettingsError: The environment has no URL.
-    """
-    if quotas.folder is not None:
-        return open_state(Path(quotas.folder).expanduser(), None)
-    url, name, field = quotas.database, quotas.database_env, "usage.quotas.database_env"
-    folder = None
-    if url is None and name is None:
-        assert batches is not None
-        url, name, field = batches.database, batches.database_env, "batches.database_env"
-        folder = Path(batches.folder).expanduser() / FOLDER
-    if name is not None and not (url := os.environ.get(name)):
-        raise SettingsError(f"{field}: the environment of the replica has no variable {name}")
-    return open_state(folder, url)

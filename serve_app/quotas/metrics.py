@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 
-from serve_app.quotas.messages import LimitState
+from serve_app.quotas.counters import LimitState
 from serve_app.telemetry import catalogue
 from serve_app.telemetry.meters import Meters
 from serve_app.telemetry.tenants import Tenants

@@ -1,16 +1,18 @@
-"""The service that keeps the quotas: the book, its clock and its database."""
+"""The service that keeps the quotas: the counters, their clock and their database."""
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from uuid import uuid4
+from pathlib import Path
 
-from serve_app.quotas.book import QuotaBook
-from serve_app.quotas.messages import Answer, LimitState, Report
-from serve_app.quotas.state import State, StateError, TakenOverError
-from serve_app.quotas.tenant_quotas import TenantQuotas
+from serve_app.quotas.counters import Answer, Charge, Counters, LimitState, Report
+from serve_app.quotas.state import State, StateError, TakenOverError, open_state
+from serve_app.quotas.tenants import TenantQuotas
 from serve_app.quotas.windows import WindowClock
+from serve_app.settings.batches import BatchesSettings
+from serve_app.settings.schema import SettingsError
 from serve_app.settings.usage import QuotasSettings
 from serve_app.system.rounds import Rounds
 from serve_app.system.waiting import wait_for_event
@@ -23,12 +25,15 @@ SAVE_S = 1.0
 REFRESH_S = 2.0
 """Seconds between two looks at the file of quotas."""
 
+FOLDER = "quotas"
+"""Folder of the state inside that of the batches."""
+
 _HELD = "tenants"
 """Key of the text of the file of quotas that holds."""
 
 
 class QuotaService:
-    """The book of all quotas, kept in a database.
+    """The counters of all quotas, kept in a database.
 
     An answer that grants something leaves when the grant is saved. Reports that come meanwhile are saved
     together. What is only used or given back is saved a little later: holders report it again.
@@ -63,13 +68,13 @@ class QuotaService:
         stored = state.load()
         self._tenants = TenantQuotas(settings, stored.pop(_HELD, None))
         try:
-            self._book = QuotaBook(stored, monotonic(), uuid4().hex)
+            self._counters = Counters(stored, monotonic())
         except (ValueError, TypeError) as error:
             raise StateError(
                 f"{state.place}: this is not the state of quotas ({error}). Restore it, or remove it: "
                 "all windows then begin anew."
             ) from error
-        self._clock = WindowClock(wall, monotonic, self._book.last_seen)
+        self._clock = WindowClock(wall, monotonic, self._counters.last_seen)
         self._pending: dict[str, str | None] = {}
         self._set_tenants()
         self._waiting: list[asyncio.Future[None]] = []
@@ -85,32 +90,50 @@ class QuotaService:
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._save_on()), loop.create_task(self._refresh_on())]
 
-    async def exchange(self, report: Report) -> Answer:
-        """Take a report and return the answer; see `QuotaBook.exchange`.
+    async def take(self, report: Report) -> Answer:
+        """Take a report and return the answer; see `Counters.take`.
 
         Raises:
             StateError: The database fails: nothing was granted.
         """
         self.check()
-        answer = self._book.exchange(report, self._clock.now(), self._monotonic())
-        if self._book.urgent:
+        answer = self._counters.take(report, self._clock.now(), self._monotonic())
+        await self._saved()
+        return answer
+
+    async def rows_of(self, holder: str) -> int | None:
+        """Return the rows of the ledger whose use a holder has reported; None: it is not known."""
+        self.check()
+        return self._counters.rows_of(holder)
+
+    async def settle(self, holder: str, charges: tuple[Charge, ...]) -> None:
+        """Settle for a holder that has died; see `Counters.settle`.
+
+        Raises:
+            StateError: The database fails.
+        """
+        self.check()
+        self._counters.settle(holder, charges, self._clock.now(), self._monotonic())
+        await self._saved()
+
+    async def _saved(self) -> None:
+        """Return when all that an answer may tell of is saved: a grant of this call, or of one before."""
+        if self._counters.urgent:
             self._unsaved = True
         if self._unsaved or self._saving:
-            # It may tell of a grant that isn't saved, of this report or of one before.
             saved = asyncio.get_running_loop().create_future()
             self._waiting.append(saved)
             self._wake.set()
             await saved
-        return answer
 
     def states(self) -> Mapping[str, tuple[LimitState, ...]]:
         """Return the states of all limits, by subject."""
-        return self._book.states(self._clock.now())
+        return self._counters.states(self._clock.now())
 
     @property
     def holders(self) -> int:
-        """The number of replicas that hold leases or may do so."""
-        return self._book.holders(self._monotonic())
+        """The number of processes that report."""
+        return self._counters.holders(self._monotonic())
 
     def check(self) -> None:
         """Raise if this service can't go on: another process has taken over, or its tasks have failed."""
@@ -137,7 +160,7 @@ class QuotaService:
     async def save(self) -> None:
         """Save what has changed, and let the answers leave that wait for it."""
         waiting, self._waiting = self._waiting, []
-        changes = self._pending | self._book.take_changes()
+        changes = self._pending | self._counters.take_changes()
         self._pending = {}
         self._unsaved, self._saving = False, True
         failed: Exception | None = None
@@ -146,7 +169,7 @@ class QuotaService:
                 await self._beside(self._state.save, changes)
         except Exception as error:
             failed = error
-            # A grant stays in the book, and is saved by the next try.
+            # A grant stays in the counters, and is saved by the next try.
             self._pending = changes | self._pending
             self._unsaved = True
             if isinstance(error, TakenOverError):
@@ -180,6 +203,26 @@ class QuotaService:
                     self._set_tenants()
 
     def _set_tenants(self) -> None:
-        self._book.set_tenants(self._tenants.quotas, self._tenants.version)
+        self._counters.set_tenants(self._tenants.quotas, self._tenants.version)
         if self._tenants.held is not None:
             self._pending[_HELD] = self._tenants.held
+
+
+def place_of(quotas: QuotasSettings, batches: BatchesSettings | None) -> State:
+    """Return the database of the quotas: their own, or else that of the batches.
+
+    Raises:
+        StateError: It can't be used.
+        SettingsError: The environment has no URL.
+    """
+    if quotas.folder is not None:
+        return open_state(Path(quotas.folder).expanduser(), None)
+    url, name, field = quotas.database, quotas.database_env, "usage.quotas.database_env"
+    folder = None
+    if url is None and name is None:
+        assert batches is not None
+        url, name, field = batches.database, batches.database_env, "batches.database_env"
+        folder = Path(batches.folder).expanduser() / FOLDER
+    if name is not None and not (url := os.environ.get(name)):
+        raise SettingsError(f"{field}: the environment of the replica has no variable {name}")
+    return open_state(folder, url)

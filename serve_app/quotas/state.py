@@ -4,11 +4,26 @@ One process at a time has the state. The next one that loads it takes it over, a
 any more: after a lost connection to a node, two may run for a while.
 """
 
-import sqlite3
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
+
+from sqlalchemy import (
+    Column,
+    Connection,
+    Engine,
+    MetaData,
+    Table,
+    Text,
+    bindparam,
+    create_engine,
+    event,
+    select,
+)
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.pool import StaticPool
 
 EPOCH = "epoch"
 """The key whose number grows with each process that has loaded the state."""
@@ -43,155 +58,74 @@ class State(Protocol):
         """Close the database."""
 
 
-class SQLiteState:
-    """SQLite in a file. A save is on the disk when it returns.
+_METADATA = MetaData()
+
+_STATES = {
+    name: Table(name, _METADATA, Column("key", Text, primary_key=True), Column("value", Text, nullable=False))
+    for name in ("quotas", "saturate_quotas")
+}
+"""The table in SQLite, and in PostgreSQL, where others may have the same database."""
+
+
+class SQLState:
+    """A table in SQLite or PostgreSQL. A save is on the disk when it returns.
 
     Args:
-        folder: Folder of the file; it is created if missing.
+        engine: The database.
+        place: Its name in messages.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.place = str(folder / "quotas.db")
+    def __init__(self, engine: Engine, place: str) -> None:
+        self.place = place
+        self._engine = engine
+        self._table = _STATES["quotas" if engine.dialect.name == "sqlite" else "saturate_quotas"]
         self._epoch = 0
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(self.place, isolation_level=None, check_same_thread=False)
-            self._db.execute("PRAGMA journal_mode = WAL")
-            # The default of WAL, NORMAL, may lose the last saves with the power.
-            self._db.execute("PRAGMA synchronous = FULL")
-            self._db.execute("CREATE TABLE IF NOT EXISTS quotas (key TEXT PRIMARY KEY, value TEXT NOT NULL)")
-        except (OSError, sqlite3.Error) as error:
-            raise StateError(f"{self.place}: {error}") from error
 
     def load(self) -> dict[str, str]:
         """Return all texts, and take over."""
         try:
-            with _transaction(self._db):
-                state = dict(self._db.execute("SELECT key, value FROM quotas").fetchall())
+            with self._engine.begin() as db:
+                self._table.create(db, checkfirst=True)
+                if self._engine.dialect.name == "postgresql":
+                    # One after the other, from the first process on.
+                    db.exec_driver_sql(f"LOCK TABLE {self._table.name} IN EXCLUSIVE MODE")
+                state: dict[str, str] = dict(row._tuple() for row in db.execute(select(self._table)))
                 self._epoch = _epoch(self.place, state.pop(EPOCH, 0)) + 1
-                self._db.execute("INSERT OR REPLACE INTO quotas VALUES (?, ?)", (EPOCH, str(self._epoch)))
-        except sqlite3.Error as error:
-            raise StateError(f"{self.place}: {error}") from error
+                self._set(db, {EPOCH: str(self._epoch)})
+        except SQLAlchemyError as error:
+            raise self._error(error) from error
         return state
 
     def save(self, changes: Mapping[str, str | None]) -> None:
         """Set or delete texts."""
-        kept = [(key, value) for key, value in changes.items() if value is not None]
-        dropped = [(key,) for key, value in changes.items() if value is None]
+        table = self._table
         try:
-            with _transaction(self._db):
-                found = self._db.execute("SELECT value FROM quotas WHERE key = ?", (EPOCH,)).fetchone()
+            with self._engine.begin() as db:
+                query = select(table.c.value).where(table.c.key == EPOCH).with_for_update(read=True)
+                found = db.execute(query).scalar()
                 # Without it somebody has emptied the table.
-                if found is None or int(found[0]) != self._epoch:
+                if found is None or int(found) != self._epoch:
                     raise TakenOverError(f"{self.place}: another process keeps these quotas now")
-                self._db.executemany("INSERT OR REPLACE INTO quotas VALUES (?, ?)", kept)
-                self._db.executemany("DELETE FROM quotas WHERE key = ?", dropped)
-        except sqlite3.Error as error:
-            raise StateError(f"{self.place}: {error}") from error
+                self._set(db, changes)
+        except SQLAlchemyError as error:
+            raise self._error(error) from error
 
     def close(self) -> None:
         """Close the database."""
-        self._db.close()
+        self._engine.dispose()
 
-
-class _transaction:  # noqa: N801
-    """Commits at the end, or rolls back on an error."""
-
-    def __init__(self, db: sqlite3.Connection) -> None:
-        self._db = db
-
-    def __enter__(self) -> None:
-        self._db.execute("BEGIN IMMEDIATE")
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if self._db.in_transaction:
-            self._db.execute("COMMIT" if error is None else "ROLLBACK")
-
-
-class PostgresState:
-    """A table of PostgreSQL. A connection that breaks is opened again by the next call.
-
-    Args:
-        url: URL of the database.
-    """
-
-    def __init__(self, url: str) -> None:
-        try:
-            import psycopg
-        except ImportError:
-            raise StateError(
-                "usage.quotas.database needs psycopg: pip install 'saturate[postgres]'"
-            ) from None
-        parts = urlsplit(url)
-        # Without the password.
-        self.place = f"postgresql://{parts.hostname or ''}{parts.path}"
-        self._psycopg: Any = psycopg
-        self._url = url
-        self._epoch = 0
-        self._connection: Any = None
-
-    def load(self) -> dict[str, str]:
-        """Return all texts, and take over."""
-        try:
-            db = self._connect()
-            with db.transaction():
-                db.execute(
-                    "CREATE TABLE IF NOT EXISTS saturate_quotas (key TEXT PRIMARY KEY, value TEXT NOT NULL)"
-                )
-                # One after the other, from the first process on.
-                db.execute("LOCK TABLE saturate_quotas IN EXCLUSIVE MODE")
-                state = dict(db.execute("SELECT key, value FROM saturate_quotas").fetchall())
-                self._epoch = _epoch(self.place, state.pop(EPOCH, 0)) + 1
-                self._put(db, [(EPOCH, str(self._epoch))])
-        except self._psycopg.Error as error:
-            raise StateError(f"{self.place}: {error}") from error
-        return state
-
-    def save(self, changes: Mapping[str, str | None]) -> None:
-        """Set or delete texts."""
-        try:
-            db = self._connect()
-            with db.transaction(), db.cursor() as cursor:
-                query = "SELECT value FROM saturate_quotas WHERE key = %s FOR SHARE"
-                found = db.execute(query, (EPOCH,)).fetchone()
-                if found is None or int(found[0]) != self._epoch:
-                    raise TakenOverError(f"{self.place}: another process keeps these quotas now")
-                self._put(db, [(key, value) for key, value in changes.items() if value is not None])
-                dropped = [(key,) for key, value in changes.items() if value is None]
-                if dropped:
-                    cursor.executemany("DELETE FROM saturate_quotas WHERE key = %s", dropped)
-        except self._psycopg.Error as error:
-            raise StateError(f"{self.place}: {error}") from error
-
-    def close(self) -> None:
-        """Close the database."""
-        if self._connection is not None:
-            self._connection.close()
-
-    @staticmethod
-    def _put(db: Any, rows: list[tuple[str, str]]) -> None:
+    def _set(self, db: Connection, changes: Mapping[str, str | None]) -> None:
+        table = self._table
+        keys = [{"name": key} for key in changes]
+        rows = [{"key": key, "value": value} for key, value in changes.items() if value is not None]
+        if keys:
+            # Both dialects would write an upsert in words of their own.
+            db.execute(table.delete().where(table.c.key == bindparam("name")), keys)
         if rows:
-            with db.cursor() as cursor:
-                cursor.executemany(
-                    "INSERT INTO saturate_quotas VALUES (%s, %s) "
-                    "ON CONFLICT (key) DO UPDATE SET value = EXCLUDED.value",
-                    rows,
-                )
+            db.execute(table.insert(), rows)
 
-    def _connect(self) -> Any:
-        if self._connection is None or self._connection.closed or self._connection.broken:
-            self._connection = self._psycopg.connect(
-                self._url,
-                autocommit=True,
-                connect_timeout=CONNECT_S,
-                # A server that hangs must not hold up this process for good.
-                options="-c statement_timeout=30000 -c idle_in_transaction_session_timeout=60000",
-                application_name="saturate-quotas",
-                keepalives_idle=10,
-                keepalives_interval=5,
-                keepalives_count=3,
-            )
-        return self._connection
+    def _error(self, error: SQLAlchemyError) -> StateError:
+        return StateError(f"{self.place}: {getattr(error, 'orig', None) or error}")
 
 
 class RedisState:
@@ -199,6 +133,7 @@ class RedisState:
 
     Args:
         url: URL of the server.
+        client: Its client; None: that of the package `redis`.
     """
 
     HASH = "saturate:quotas"
@@ -212,7 +147,7 @@ class RedisState:
     """
     """Changes all or nothing, unless another process has taken over. Redis runs a script in one piece."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, client: Any = None) -> None:
         try:
             import redis
         except ImportError:
@@ -220,7 +155,7 @@ class RedisState:
         parts = urlsplit(url)
         self.place = f"redis://{parts.hostname or ''}:{parts.port or 6379}{parts.path}"
         self._error: type[Exception] = redis.RedisError
-        self._redis: Any = redis.Redis.from_url(
+        self._redis: Any = client or redis.Redis.from_url(
             url, decode_responses=True, socket_timeout=CONNECT_S, socket_connect_timeout=CONNECT_S
         )
         self._epoch = ""
@@ -267,5 +202,55 @@ def open_state(folder: Path | None, url: str | None) -> State:
     """
     if url is None:
         assert folder is not None
-        return SQLiteState(folder)
-    return RedisState(url) if url.startswith("redis") else PostgresState(url)
+        return _sqlite(folder)
+    return RedisState(url) if url.startswith("redis") else _postgres(url)
+
+
+def _sqlite(folder: Path) -> SQLState:
+    path = folder / "quotas.db"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StateError(f"{path}: {error}") from error
+    engine = create_engine(
+        f"sqlite:///{path}", poolclass=StaticPool, connect_args={"check_same_thread": False}
+    )
+
+    @event.listens_for(engine, "connect")
+    def settings(connection: Any, _: object) -> None:
+        # SQLAlchemy begins the transactions itself, below.
+        connection.isolation_level = None
+        connection.execute("PRAGMA journal_mode = WAL")
+        # The default of WAL, NORMAL, may lose the last saves with the power.
+        connection.execute("PRAGMA synchronous = FULL")
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Connection) -> None:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+    return SQLState(engine, str(path))
+
+
+def _postgres(url: str) -> SQLState:
+    parts = urlsplit(url)
+    try:
+        engine = create_engine(
+            make_url(url).set(drivername="postgresql+psycopg"),
+            pool_size=1,
+            max_overflow=0,
+            # A connection that broke is opened again.
+            pool_pre_ping=True,
+            connect_args={
+                "connect_timeout": CONNECT_S,
+                # A server that hangs must not hold up this process for good.
+                "options": "-c statement_timeout=30000 -c idle_in_transaction_session_timeout=60000",
+                "application_name": "saturate-quotas",
+                "keepalives_idle": 10,
+                "keepalives_interval": 5,
+                "keepalives_count": 3,
+            },
+        )
+    except (ImportError, NoSuchModuleError):
+        raise StateError("usage.quotas.database needs psycopg: pip install 'saturate[postgres]'") from None
+    # Without the password.
+    return SQLState(engine, f"postgresql://{parts.hostname or ''}{parts.path}")

@@ -42,33 +42,6 @@ def window_at(span: Span, at: float) -> Window:
     return Window(span, starts_at, starts_at + monthrange(first.year, first.month)[1] * DAY_S)
 
 
-class WindowSum:
-    """Sum of the current window of a span; a new window begins with nothing.
-
-    Args:
-        span: Length of the windows.
-    """
-
-    __slots__ = ("_span", "_sum", "_window")
-
-    def __init__(self, span: Span) -> None:
-        self._span: Span = span
-        self._window = Window(span, 0, 0)
-        self._sum = 0
-
-    def add(self, amount: int, since: int) -> None:
-        """Add to the window that starts `since`; what belongs to one that is over changes nothing."""
-        if since == self._window.starts_at:
-            self._sum += amount
-
-    def at(self, now: float) -> tuple[Window, int]:
-        """Return the current window and its sum. A time before it counts as its beginning."""
-        if now >= self._window.ends_at:
-            self._window = window_at(self._span, now)
-            self._sum = 0
-        return self._window, self._sum
-
-
 class WindowClock:
     """Seconds since the epoch, for windows: they never go back, and one jump of the wall clock moves nothing.
 

@@ -124,6 +124,16 @@ def pack(
     return b"".join(parts)
 
 
+def with_headers(message: bytes, headers: list[tuple[bytes, bytes]]) -> bytes:
+    """Return the first message of an answer with more headers; another message as it is."""
+    kind, length = _PREFIX.unpack_from(message)
+    if kind != Kind.HEAD:
+        return message
+    end = _PREFIX.size + length
+    head = Head.unpack(message[_PREFIX.size : end])
+    return _frame(Kind.HEAD, head._replace(headers=[*head.headers, *headers]).pack()) + message[end:]
+
+
 def split(message: bytes, path: str) -> Iterator[bytes]:
     """Yield a relay message as several that gRPC takes; an answer that is too large becomes a 413.
 

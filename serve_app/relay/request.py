@@ -6,6 +6,7 @@ from typing import Literal
 
 from serve_app.api.facts import UNKNOWN, Facts, PickledByName
 from serve_app.api.scheduling import DEFAULT_SCHEDULING, Scheduling
+from serve_app.settings.usage import Quota
 
 
 @dataclass(slots=True, frozen=True)
@@ -26,6 +27,7 @@ class RelayRequest(PickledByName):
         facts: What its body states.
         adapter: Id of the adapter that it names; empty: none.
         key: Name of its API key; empty: there is none, or it isn't known.
+        quota: The quota of that key; None: it has none.
         source: Origin: a client, a row of a batch, or a call of the handle.
         upload: Id under which the body comes in pieces, by calls of their own; empty: it is in `body`.
     """
@@ -43,6 +45,7 @@ class RelayRequest(PickledByName):
     facts: Facts = UNKNOWN
     adapter: str = ""
     key: str = ""
+    quota: Quota | None = None
     source: Literal["http", "batch", "handle"] = "http"
     upload: str = ""
 

@@ -38,11 +38,11 @@ _MOST = (1 << 32) - 1
 _lock = threading.Lock()
 """Held while tokens move from a sequence into a sum, and while both are read: the ledger has a thread."""
 
-Outcome = Literal["ok", "cancelled", "failed", "lost", "running"]
+Outcome = Literal["ok", "cancelled", "failed", "lost"]
 """The end of a slot or a call: `cancelled` its client left, `failed` the engine or the function had an error,
-`lost` the Engine died. A `running` call has not ended: its row holds the tokens so far."""
+`lost` the Engine died."""
 
-_RANK: dict[Outcome, int] = {"ok": 0, "running": 0, "cancelled": 1, "failed": 2, "lost": 3}
+_RANK: dict[Outcome, int] = {"ok": 0, "cancelled": 1, "failed": 2, "lost": 3}
 
 
 def worst(one: Outcome, other: Outcome) -> Outcome:

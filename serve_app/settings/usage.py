@@ -95,8 +95,8 @@ class QuotasSettings(Strict):
         database: URL of a PostgreSQL or Redis database for the state; by default that of the batches, or
             SQLite in the folder.
         database_env: Environment variable with that URL, which may hold a password.
-        when_away: Treatment of requests that no lease covers while the deployment doesn't answer:
-            `fail_closed` answers 503, `fail_open` lets each replica grant its share of each limit by itself.
+        when_away: Treatment of requests that need the deployment while it doesn't answer: `fail_closed`
+            answers 503, `fail_open` lets them go on, and charges them once it is back.
         away_s: Seconds without an answer after which that begins; for the first answer it is 15 s or more.
     """
 

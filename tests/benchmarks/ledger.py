@@ -8,12 +8,11 @@ import time
 from pathlib import Path
 
 from serve_app.ledger.calls import CallBook, Origin
-from serve_app.ledger.ledger import Ledger
+from serve_app.ledger.writer import Ledger
 from serve_app.relay.usage import RequestUsage, Tokens
 
 CALLS = 2_000
 ROUNDS = 20
-RUNNING = 256
 
 
 class Sequence:
@@ -60,16 +59,6 @@ def main() -> None:
             thread.append((time.thread_time() - began) / CALLS)
         print(f"event loop: {1e6 * min(loop):.2f} to {1e6 * max(loop):.2f} µs per call")
         print(f"writer:     {1e6 * min(thread):.2f} to {1e6 * max(thread):.2f} µs per call")
-        for _ in range(RUNNING):
-            usage = RequestUsage()
-            book.open(Origin("ada", "acme", 0, "/v1/chat/completions"), usage)
-            usage.begin().count(Sequence())
-        states: list[float] = []
-        for _ in range(ROUNDS):
-            began = time.thread_time()
-            ledger.round()
-            states.append((time.thread_time() - began) * 1e3)
-        print(f"{RUNNING} running calls: {min(states):.2f} to {max(states):.2f} ms per round, two a second")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from ray.serve import Application
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve_app.ingress.deployment import Ingress
-from serve_app.ingress.status import BATCHES, engine_name
+from serve_app.ingress.status import BATCHES, QUOTAS, engine_name
 from serve_app.settings.schema import Settings, parse
 
 ENGINES = "llm"
@@ -40,7 +40,8 @@ class Guarded(Ingress):
         models = [model.id for model in settings.models]
         engines = {model: serve.get_deployment_handle(engine_name(model), ENGINES) for model in models}
         batches = serve.get_deployment_handle(BATCHES, ENGINES)
-        super().__init__(settings, engines, batches, engines_app=ENGINES)
+        quotas = serve.get_deployment_handle(QUOTAS, ENGINES)
+        super().__init__(settings, engines, batches, quotas, engines_app=ENGINES)
 
     def __serve_build_asgi_app__(self) -> Any:
         return Unprefixed(super().__serve_build_asgi_app__())

@@ -1,14 +1,15 @@
-"""An application with quotas: three Ingress replicas in front of the Engines of the application `llm`."""
+"""An application with API keys: three Ingress replicas in front of the Engines of the application `llm`.
+
+The Engines keep to the quotas of `llm`, and to those of the keys.
+"""
 
 from typing import Any
 
 from ray import serve
 from ray.serve import Application
-from ray.serve.handle import DeploymentHandle
 
 from serve_app.ingress.deployment import Ingress
-from serve_app.ingress.status import engine_name
-from serve_app.quotas.deployment import Quotas
+from serve_app.ingress.status import QUOTAS, engine_name
 from serve_app.settings.schema import Settings, parse
 from tests.e2e.guarded import ENGINES, Unprefixed
 
@@ -16,16 +17,16 @@ INGRESSES = 3
 
 
 class Metered(Ingress):
-    """An Ingress with quotas in front of another application's Engines.
+    """An Ingress with keys in front of another application's Engines.
 
     Args:
         settings: Its `args`.
-        quotas: The deployment that keeps the quotas.
     """
 
-    def __init__(self, settings: Settings, quotas: DeploymentHandle[Any]) -> None:
+    def __init__(self, settings: Settings) -> None:
         models = [model.id for model in settings.models]
         engines = {model: serve.get_deployment_handle(engine_name(model), ENGINES) for model in models}
+        quotas = serve.get_deployment_handle(QUOTAS, ENGINES)
         super().__init__(settings, engines, quotas=quotas, engines_app=ENGINES)
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -34,7 +35,5 @@ class Metered(Ingress):
 
 def build(args: dict[str, Any]) -> Application:
     """Return the application; `args` are those of `serve_app.app.build`."""
-    settings = parse(args)
-    quotas = serve.deployment(name="Quotas", ray_actor_options={"num_cpus": 0})(Quotas).bind(settings)
     ingress = serve.deployment(num_replicas=INGRESSES, ray_actor_options={"num_cpus": 0})
-    return ingress(serve.ingress()(Metered)).bind(settings, quotas)
+    return ingress(serve.ingress()(Metered)).bind(parse(args))

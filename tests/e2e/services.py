@@ -53,6 +53,17 @@ def engine(config: JSON) -> JSON:
     return next(one for one in deployments if one["name"] == "Engine:demo")
 
 
+COUNTED = {"tokens_per_minute": 100_000}
+"""The quota of the tenant `counted`: a request of `test_quotas.py` reserves some 1,900, less than a fiftieth
+of it, and uses some 1,300."""
+
+MEASURED = ("default", "leavers", "handles")
+"""Tenants whose quotas are compared with the ledger."""
+
+WIDE = {"tokens_per_day": 10**9, "requests_per_minute": 10**6, "max_concurrency": 10**4}
+"""A quota that nothing reaches."""
+
+
 def start_shared(folder: Path) -> Service:
     """Start the demo model and a model that is a function, one replica of each."""
     config, app, model = local()
@@ -69,6 +80,8 @@ def start_shared(folder: Path) -> Service:
     config["controller_options"]["runtime_env"]["env_vars"]["RAY_SERVE_HAPROXY_BALANCE_ALGORITHM"] = (
         "leastconn\n    timeout http-request 8s"
     )
+    # Their limits bind only the tests that use them up.
+    app["args"]["usage"] = {"quotas": {"folder": f"{folder}/quotas", "tenants": {"counted": COUNTED}}}
     # Ray's own period, 10 s, is long for a test that waits for metrics.
     return Service(config, folder, metrics_ms=1000)
 
@@ -79,7 +92,8 @@ def start_pair(folder: Path) -> Service:
     model["engine_hang_timeout_s"] = 5.0
     model["batcher"] |= {"max_queue_size": QUEUE, "goals": {"ttft_p99_s": 1.0}}
     use_exact_arithmetic(config)
-    app["args"]["usage"] = {"ledger": {"folder": f"{folder}/usage"}}
+    quotas = {"folder": f"{folder}/quotas", "tenants": dict.fromkeys(MEASURED, WIDE)}
+    app["args"]["usage"] = {"ledger": {"folder": f"{folder}/usage"}, "quotas": quotas}
     for deployment in app["deployments"]:
         # Two engines fit on any machine where Ray doesn't count cores.
         deployment |= {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0}}

@@ -37,8 +37,8 @@ def entry(name: str, **more: Any) -> dict[str, Any]:
 ENTRIES = [
     entry("ada"),
     entry("bob", tiers=["flex"]),
-    entry("slow", max_concurrency=1),
-    entry("few", requests_per_minute=120),
+    entry("slow", quota={"max_concurrency": 1}),
+    entry("few", quota={"requests_per_minute": 3}),
     entry("home", allow_from=["127.0.0.2/32"]),
     entry("root", admin=True),
 ]
@@ -166,14 +166,14 @@ def test_a_request_is_bounded(guarded: str) -> None:
 def test_a_key_above_its_rate_is_told_when_the_next_request_fits(guarded: str) -> None:
     with caller(guarded, "few") as client, caller(guarded, "ada") as other:
         statuses = []
-        while (response := client.get("/v1/models")).status_code == 200:
+        while (response := generate(client)).status_code == 200:
             statuses.append(response.status_code)
         assert response.status_code == 429
-        # A minute's requests came at once; on a slow machine some more have their place meanwhile.
-        assert len(statuses) >= 120
+        # A minute may have begun meanwhile.
+        assert len(statuses) in range(3, 7)
         # The unit tests wait for it, with a clock of their own.
         assert 1 <= int(response.headers["retry-after"]) <= 60
-        assert other.get("/v1/models").status_code == 200
+        assert generate(other).status_code == 200
 
 
 def test_requests_in_flight_are_counted_and_given_back(guarded: str) -> None:

@@ -19,13 +19,11 @@ from click.testing import CliRunner
 
 from serve_app.api.protocol import JSON
 from serve_app.cli.main import saturate
-from serve_app.ledger.disk import LocalDisk
-from serve_app.ledger.reading import read
-from serve_app.ledger.report import Line, Report
+from serve_app.ledger.report import LedgerFiles, Line
 from tests.e2e.fault_injection import CORE, inject, wait_until_whole
 from tests.e2e.load import BODY, PROMPTS
 from tests.e2e.service import Service
-from tests.e2e.services import wait_until
+from tests.e2e.services import MEASURED, wait_until
 from tests.e2e.test_faults import ENGINE, INGRESS
 from tests.progress import ANSWER_S
 
@@ -96,9 +94,10 @@ def folder(service: Service) -> Path:
 
 
 def lines(service: Service, *by: str) -> dict[tuple[str, ...], Line]:
-    report = read(LocalDisk(), folder(service), Report(by))
-    assert report.wrong == 0
-    return {line.values: line for line in report.lines() if "minilm" not in line.values}
+    files = LedgerFiles(str(folder(service)))
+    found = files.sums(by)
+    assert files.wrong == 0
+    return {line.values: line for line in found if "minilm" not in line.values}
 
 
 def tokens(service: Service, replica: str) -> tuple[int, int]:
@@ -140,6 +139,24 @@ def run_batch(service: Service) -> None:
             input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
         )
         wait_until(lambda: client.batches.retrieve(batch.id).status == "completed")
+
+
+def charged(service: Service) -> dict[str, int]:
+    """Return the tokens of today that the quotas of the measured tenants have."""
+    limits = httpx.get(f"{service.url}/stats", timeout=ANSWER_S).json()["quotas"]["limits"]
+    states = {name: limits[f"tenant {name}"]["tokens_per_day"] for name in MEASURED}
+    return {name: one["limit"] - one["remaining"] for name, one in states.items()}
+
+
+def summed(service: Service) -> dict[str, int]:
+    """Return the tokens of today that the ledger has of these tenants."""
+    found = lines(service, "day", "tenant")
+    today = time.strftime("%Y-%m-%d", time.gmtime())
+    totals = {name: found[today, name].total for name in MEASURED if (today, name) in found}
+    return {
+        name: totals[name].prompt_tokens + totals[name].output_tokens if name in totals else 0
+        for name in MEASURED
+    }
 
 
 def replicas_agree(service: Service, counters: Counters) -> bool:
@@ -192,14 +209,16 @@ async def compare(service: Service, faults: list[tuple[str, signal.Signals]], se
     def outcomes_of_calls() -> dict[str, int]:
         return {values[0]: line.total.calls for values, line in lines(service, "outcome").items()}
 
-    # A call whose client has left ends with its work, and its row comes in the round after.
-    await asyncio.to_thread(wait_until, lambda: "running" not in outcomes_of_calls())
     outcomes = outcomes_of_calls()
     print(outcomes, flush=True)
     assert outcomes["ok"]
     assert outcomes["cancelled"]
     assert dead
     assert outcomes["lost"]
+    # A process that has died is settled for by another one, by the rows that it has written.
+    await asyncio.to_thread(wait_until, lambda: charged(service) == summed(service))
+    print(f"quotas {charged(service)}, ledger {summed(service)}", flush=True)
+    assert all(charged(service).values())
     assert ("handles",) in lines(service, "tenant")
     assert {("http",), ("handle",), ("batch",), ("warm_up",)} <= lines(service, "source").keys()
 

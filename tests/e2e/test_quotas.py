@@ -16,7 +16,7 @@ import yaml
 
 from serve_app.auth.keys import hash_key, new_key
 from tests.e2e.service import ROOT, Service
-from tests.e2e.services import is_healthy, is_settled, wait_until
+from tests.e2e.services import COUNTED, is_healthy, is_settled, wait_until
 from tests.progress import ANSWER_S
 
 pytestmark = pytest.mark.usefixtures("starting_pair")
@@ -24,10 +24,10 @@ pytestmark = pytest.mark.usefixtures("starting_pair")
 T = TypeVar("T")
 
 PREFIX = "/metered"
-LIMIT = 100_000
-"""Tokens of a minute: a request reserves some 1,900, less than one in fifty of them, and uses some 1,300."""
+LIMIT = COUNTED["tokens_per_minute"]
+"""Tokens of a minute."""
 
-KEYS = {name: new_key() for name in ("ada", "few", "free")}
+KEYS = {name: new_key() for name in ("counted", "few", "free")}
 CHAT = {
     "model": "demo",
     "messages": [{"role": "user", "content": "What is 1+1? " * 100}],
@@ -38,7 +38,7 @@ CHAT = {
 
 @pytest.fixture(scope="module")
 def metered(service: Service, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The URL of three Ingress replicas with quotas, in front of the Engines of the shared service."""
+    """The URL of three Ingress replicas with keys, in front of the Engines of the shared service."""
     folder: Path = tmp_path_factory.mktemp("quotas")
     entries = [{"name": name, "sha256": hash_key(key.encode()), "tenant": name} for name, key in KEYS.items()]
     entries[1]["quota"] = {"requests_per_minute": 3}  # type: ignore[assignment]
@@ -50,9 +50,6 @@ def metered(service: Service, tmp_path_factory: pytest.TempPathFactory) -> str:
     other["runtime_env"]["env_vars"]["PYTHONPATH"] = str(ROOT)
     other["args"].pop("batches", None)
     other["args"]["access"] = {"keys_file": str(folder / "keys.yaml")}
-    other["args"]["usage"] = {
-        "quotas": {"folder": str(folder), "tenants": {"ada": {"tokens_per_minute": LIMIT}}}
-    }
     other["deployments"] = []
     config["applications"].append(other)
     service.deploy(config)
@@ -87,7 +84,7 @@ def within_a_minute(act: Callable[[], T]) -> T:
 def test_answers_have_openai_s_headers(metered: str) -> None:
     answer = within_a_minute(
         lambda: httpx.post(
-            f"{metered}/v1/chat/completions", json=CHAT, headers=headers_of("ada"), timeout=ANSWER_S
+            f"{metered}/v1/chat/completions", json=CHAT, headers=headers_of("counted"), timeout=ANSWER_S
         )
     )
     assert answer.status_code == 200, answer.text
@@ -130,7 +127,7 @@ async def test_100_concurrent_requests_never_pass_the_limit_and_use_it_up(metere
                 used += answer.json()["usage"]["total_tokens"]
 
     limits = httpx.Limits(max_connections=100)
-    async with httpx.AsyncClient(headers=headers_of("ada"), timeout=ANSWER_S, limits=limits) as client:
+    async with httpx.AsyncClient(headers=headers_of("counted"), timeout=ANSWER_S, limits=limits) as client:
         await asyncio.gather(*(worker(client) for _ in range(100)))
     print(f"limit {LIMIT}, used {used} ({used / LIMIT:.2%}), answered {answered}, refused {refused}")
     assert refused
@@ -146,7 +143,7 @@ def test_a_killed_service_of_quotas_keeps_its_sums(metered: str, service: Servic
     def ask() -> bool:
         nonlocal used, left
         answer = httpx.post(
-            f"{metered}/v1/chat/completions", json=CHAT, headers=headers_of("ada"), timeout=ANSWER_S
+            f"{metered}/v1/chat/completions", json=CHAT, headers=headers_of("counted"), timeout=ANSWER_S
         )
         if answer.status_code != 200:
             return False
@@ -156,10 +153,10 @@ def test_a_killed_service_of_quotas_keeps_its_sums(metered: str, service: Servic
 
     for _ in range(20):
         assert ask()
-    (pid,) = _pids_of("ServeReplica:metered:Quotas")
+    (pid,) = _pids_of("ServeReplica:llm:Quotas")
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: ask() and _pids_of("ServeReplica:metered:Quotas") not in ([], [pid]))
-    # Until the new process answers, replicas serve from their leases and know no newer sums.
+    wait_until(lambda: ask() and _pids_of("ServeReplica:llm:Quotas") not in ([], [pid]))
+    # Until the new process answers, Engines serve from what they have ahead, and know no newer sums.
     wait_until(lambda: ask() and left <= LIMIT - used)
     assert time.time() // 60 == begun, "the minute is over: nothing was seen"
     assert left > 0

@@ -119,7 +119,7 @@ def test_batches_are_one_replica_that_knows_every_engine(tmp_path: Path) -> None
     assert batches.num_replicas == 1
     assert batches.ray_actor_options["num_cpus"] == 0
     settings, engines, quotas = batches.init_args
-    assert quotas is None
+    assert quotas is False
     assert settings.batches.folder == str(tmp_path)
     assert engines["demo"].deployment_name == "Engine:demo"
     arguments: Any = deployments["Ingress"].init_args

@@ -16,7 +16,8 @@ ORDER = [
     {"engine"},
     {"ledger", "quotas", "turns"},
     {"auth", "telemetry"},
-    {"relay", "settings"},
+    {"relay"},
+    {"settings"},
     {"simulation"},
     {"api", "batcher", "client", "demo", "system"},
 ]

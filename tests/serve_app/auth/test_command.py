@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 
 from serve_app.auth.command import keys
 from serve_app.auth.keys import hash_key, new_key, read_keys
+from serve_app.settings.usage import Quota
 from tests import progress
 
 ENTRIES = f"""\
@@ -19,7 +20,8 @@ ENTRIES = f"""\
   sha256: {"a" * 64}
   tenant: research
   models: [demo, minilm]
-  requests_per_minute: 60
+  quota:
+    requests_per_minute: 60
 - name: bob
   sha256: [{"b" * 64}, {"c" * 64}]
   tenant: batch
@@ -63,7 +65,8 @@ def test_the_command_shows_a_key_once_and_prints_only_its_hash() -> None:
     assert "sk-" not in done.stdout
     (secret,) = (word for word in done.stderr.split() if word.startswith("sk-"))
     assert key.sha256 == hash_key(secret.encode())
-    assert (key.name, key.tenant, key.tiers, key.max_concurrency) == ("ada", "research", ("flex",), 5)
+    assert (key.name, key.tenant, key.tiers) == ("ada", "research", ("flex",))
+    assert key.quota == Quota(max_concurrency=5)
 
 
 def test_the_command_refuses_a_key_that_the_service_would_refuse() -> None:
@@ -88,7 +91,10 @@ def test_several_tiers(tiers: list[str]) -> None:
 def test_a_limit_of_nothing_is_refused() -> None:
     done = run("new", "--name", "ada", "--tenant", "research", "--max-concurrency", "0")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: the key: [0].max_concurrency: Input should be greater than or equal to 1\n"
+    assert (
+        done.stderr
+        == "error: the key: [0].quota.max_concurrency: Input should be greater than or equal to 1\n"
+    )
 
 
 def test_a_missing_option_is_an_error_of_usage() -> None:
@@ -143,7 +149,7 @@ def test_a_list_has_the_state_of_each_key_and_no_hash(file: Path) -> None:
     assert head.split()[:4] == ["name", "tenant", "state", "expires"]
     assert ada.split()[:4] == ["ada", "research", "valid", "never"]
     assert "demo, minilm" in ada
-    assert "60/min" in ada
+    assert "requests_per_minute 60" in ada
     assert bob.split()[:4] == ["bob", "batch", "expired", "2020-01-31"]
     assert "10.0.0.0/8" in bob
     assert bob.endswith("admin, two secrets")

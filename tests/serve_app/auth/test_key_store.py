@@ -243,26 +243,13 @@ def test_a_changed_file_is_valid_from_the_next_refresh_on(write: Callable[..., P
     assert names(keys, "sk-a", "sk-b") == ["-", "b"]
 
 
-def test_both_secrets_of_a_key_hold_and_share_its_limits() -> None:
-    hashes = [hash_key(key.encode()) for key in ("sk-old", "sk-new")]
-    keys = made(entry(sha256=hashes, requests_per_minute=2, max_concurrency=9))
-    assert names(keys, "sk-old", "sk-new") == ["ada", "ada"]
-    for key in ("sk-old", "sk-new"):
-        keys.find(bearer(key)).rate_limit.enter()
-    with pytest.raises(RequestError):
-        keys.find(bearer("sk-old")).rate_limit.enter()
-
-
-def test_a_change_of_secrets_keeps_the_state_of_the_limits(write: Callable[..., Path]) -> None:
+def test_both_secrets_of_a_key_hold_while_its_clients_change(write: Callable[..., Path]) -> None:
     old, new = (hash_key(key.encode()) for key in ("sk-old", "sk-new"))
-    keys = KeyStore(AccessSettings(keys_file=str(write([entry(sha256=old, requests_per_minute=1)]))))
-    keys.find(bearer("sk-old")).rate_limit.enter()
+    keys = KeyStore(AccessSettings(keys_file=str(write([entry(sha256=old)]))))
     for hashes, found in (([old, new], ["ada", "ada"]), ([new], ["-", "ada"])):
-        write([entry(sha256=hashes, requests_per_minute=1)])
+        write([entry(sha256=hashes)])
         keys.refresh()
         assert names(keys, "sk-old", "sk-new") == found
-        with pytest.raises(RequestError):
-            keys.find(bearer("sk-new")).rate_limit.enter()
 
 
 @pytest.mark.parametrize(
@@ -298,17 +285,6 @@ def test_a_broken_file_leaves_the_keys_and_warns_once(
     write([entry("sk-b")])
     keys.refresh()
     assert names(keys, "sk-a", "sk-b") == ["-", "b"]
-
-
-def test_the_state_of_a_rate_limit_survives_a_refresh(write: Callable[..., Path]) -> None:
-    keys = KeyStore(AccessSettings(keys_file=str(write([entry(requests_per_minute=1)]))))
-    keys.find(bearer(KEY)).rate_limit.enter()
-    write([entry(requests_per_minute=1, max_concurrency=7)])
-    keys.refresh()
-    rate_limit = keys.find(bearer(KEY)).rate_limit
-    assert (rate_limit.in_flight, rate_limit.max_concurrency) == (1, 7)
-    with pytest.raises(RequestError):
-        rate_limit.enter()
 
 
 def test_the_file_is_watched_while_the_store_lives(

@@ -44,7 +44,7 @@ def test_yaml_and_json_are_read_alike_and_limits_default_to_none() -> None:
     (key,) = read_keys(json.dumps([ADA]), "x")
     assert read_keys(yaml.safe_dump([ADA]), "x") == [key]
     assert (key.tiers, key.any_tenant) == (("priority", "default", "flex"), False)
-    assert key.requests_per_minute is key.max_concurrency is None
+    assert key.quota is None
     assert read_keys("[]", "x") == []
 
 
@@ -59,8 +59,9 @@ def test_yaml_and_json_are_read_alike_and_limits_default_to_none() -> None:
         ({"weight": 0}, "[0].weight: "),
         ({"tiers": []}, "[0].tiers: "),
         ({"tiers": ["best"]}, "[0].tiers[0]: "),
-        ({"requests_per_minute": 0}, "[0].requests_per_minute: "),
-        ({"max_concurrency": "5"}, "[0].max_concurrency: "),
+        ({"quota": {"requests_per_minute": 0}}, "[0].quota.requests_per_minute: "),
+        ({"quota": {"max_concurrency": "5"}}, "[0].quota.max_concurrency: "),
+        ({"requests_per_minute": 5}, "[0].requests_per_minute: is a limit of the key's `quota`, for all"),
         ({"sha256": []}, "[0].sha256: "),
         ({"sha256": [HASH, SECRET]}, "[0].sha256[1]: must be the SHA-256 of the key"),
         ({"sha256": [HASH, HASH]}, "[0].sha256: has the same hash twice"),
@@ -187,7 +188,7 @@ def test_an_administrator_sees_a_key_without_its_hashes() -> None:
         "expires": "2027-01-31",
         "models": ["demo"],
         "allow_from": ["10.0.0.0/8", "::1"],
-        "requests_per_minute": 60,
+        "quota": {"requests_per_minute": 60},
     }
     (key,) = read_keys(json.dumps([ADA | fields]), "x")
     shown = json.loads(json.dumps(key.describe(0)))
@@ -200,12 +201,16 @@ def test_an_administrator_sees_a_key_without_its_hashes() -> None:
         "weight": None,
         "any_tenant": False,
         "tiers": ["priority", "default", "flex"],
-        "requests_per_minute": 60,
-        "max_concurrency": None,
         "models": ["demo"],
         "allow_from": ["10.0.0.0/8", "::1/128"],
         "admin": False,
-        "quota": None,
+        "quota": {
+            "tokens_per_minute": None,
+            "tokens_per_day": None,
+            "tokens_per_month": None,
+            "requests_per_minute": 60,
+            "max_concurrency": None,
+        },
         "batches": None,
         "expires_at": 1801353600,
         "secrets": 2,

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import UTC, datetime
 from typing import Any
 
 import click
@@ -14,8 +13,7 @@ from serve_app.cli import tune_run
 from serve_app.cli.dashboard import Dashboard
 from serve_app.cli.tune_config import RunningConfig
 from serve_app.cli.tune_run import STEPS_DOWN
-from serve_app.ledger.call_lengths import CallLengths
-from serve_app.ledger.rows import Row
+from serve_app.relay.usage import Tokens
 from serve_app.tuning.choice import MARGIN
 from serve_app.tuning.load_step import Load, Step
 from serve_app.tuning.service import Facts, ServiceError
@@ -235,20 +233,9 @@ async def test_a_lone_request_without_an_answer_does_not_stop_the_clock() -> Non
 # Questions
 
 
-def ledger(**tokens: tuple[int, int, int]) -> CallLengths:
+def ledger(**tokens: tuple[int, int, int]) -> dict[str, list[Tokens]]:
     """Return the calls of models, one each."""
-    found = CallLengths()
-    for model, (prompt, cached, output) in tokens.items():
-        row = Row(
-            call="a-1",
-            time=datetime.now(UTC),
-            model=model,
-            prompt_tokens=prompt,
-            cached_tokens=cached,
-            output_tokens=output,
-        )
-        found.add([row])
-    return found
+    return {model: [Tokens(*one)] for model, one in tokens.items()}
 
 
 async def test_the_lengths_of_a_ledger_are_told_once_they_are_known() -> None:

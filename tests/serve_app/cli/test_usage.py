@@ -84,7 +84,7 @@ def test_without_a_config_the_prices_are_those_beside_the_files(ledger: Path) ->
     settings = UsageSettings(prices={"demo": PriceSettings(input=0.0, output=1_000.0)}, currency="EUR")
     (ledger / "prices.json").write_bytes(pack(settings))
     body = json.loads(ask(ledger, "--format", "json").stdout)
-    assert (body["currency"], body["total"]["price"]) == ("EUR", 1.5)
+    assert (body["currency"], body["total"]["price"]) == ("EUR", "1.5")
 
 
 def test_lines_that_are_no_rows_are_told_and_left_out(ledger: Path) -> None:

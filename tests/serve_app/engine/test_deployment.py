@@ -12,20 +12,21 @@ from typing import Any
 import pytest
 
 from serve_app.api.errors import EngineLostError, RequestError
+from serve_app.api.facts import Facts
 from serve_app.api.protocol import GenerateRequest, GenerateResponse, Usage
 from serve_app.api.scheduling import Scheduling
+from serve_app.engine.accounts import Accounts
 from serve_app.engine.deployment import Engine
 from serve_app.engine.door import Door
 from serve_app.engine.job import Job, current
 from serve_app.engine.openai import OpenAI
-from serve_app.engine.quotas import CallQuotas
-from serve_app.ledger.calls import CallBook
 from serve_app.ledger.rows import Row
+from serve_app.quotas.client import BY_QUOTA
 from serve_app.relay.frame import KEEP_ALIVE, LOST, MAX_BODY_BYTES, Piece, unpack
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import Tokens
 from serve_app.settings.telemetry import SILENT
-from serve_app.settings.usage import Quota, QuotasSettings
+from serve_app.settings.usage import NO_USAGE, Quota, QuotasSettings, UsageSettings
 from serve_app.telemetry.engine import EngineTelemetry
 from tests.batcher.virtual import blocked, now, virtual
 from tests.serve_app.engine.engine_doubles import (
@@ -114,14 +115,19 @@ class Served:
         parts._engine = PlayedEngine(site.door, self.generate, adapters=site.adapters)
         parts._engine.batcher = site.batcher
         site.door.unfit = parts._unfit
-        parts._book = CallBook("demo")
-        parts._book.keep_ended()
+        parts._accounts = Accounts("demo", "", NO_USAGE)
+        parts._accounts.book.keep_ended()
         parts._telemetry = EngineTelemetry(SILENT, "demo", site.batcher)
         parts._id = "demo"
         parts._max_prompts = 10
         parts._default_output = 4
         parts._openai = OpenAI(app, parts._engine)
         parts._routes = {REQUEST.path, "/v1/responses", "/detokenize", "/generate"}
+
+    def limit(self, handle: QuotasHandle) -> None:
+        """Let the quotas of a deployment hold."""
+        settings = UsageSettings(quotas=handle.settings)
+        self.parts._accounts = Accounts("demo", "", settings, handle)
 
     def die(self) -> None:
         """Let the engine die."""
@@ -140,7 +146,7 @@ class Served:
 
     def rows(self) -> list[Row]:
         """Return the rows of the ledger."""
-        return [call.row(0.0) for call in self.parts._book.take()[1]]
+        return [call.row() for call in self.parts._accounts.book.take()]
 
 
 @asynccontextmanager
@@ -316,12 +322,52 @@ async def test_a_replica_that_sleeps_refuses() -> None:
 async def test_a_call_over_the_handle_beyond_the_quota_of_its_tenant_gets_no_slot() -> None:
     handle = QuotasHandle(QuotasSettings(tenants={"acme": Quota(tokens_per_day=200)}, folder="/nowhere"))
     async with serving(unreached) as served:
-        quotas = served.parts._quotas = CallQuotas(handle.settings, handle)
+        served.limit(handle)
         await served.engine.generate(PROMPT | {"tenant": "acme"})
         with pytest.raises(RequestError, match="tenant acme: tokens_per_day 200"):
             await served.engine.generate({"prompts": ["x" * 100] * 10, "tenant": "acme"})
         assert len(served.generate.ran) == 1
-        quotas.stop()
+        await served.parts._accounts.stop()
+
+
+ACME = replace(REQUEST, scheduling=Scheduling(tenant="acme"), facts=Facts(prompt=100, output=50))
+
+
+@virtual
+async def test_an_answer_has_the_state_of_its_quotas_and_charges_what_it_took() -> None:
+    handle = QuotasHandle(QuotasSettings(tenants={"acme": Quota(tokens_per_day=200)}, folder="/nowhere"))
+    app = Working()
+    async with serving(app) as served:
+        app.site = served.site
+        served.limit(handle)
+        first, *_ = await served.pieces(ACME)
+        assert first.head is not None
+        headers = dict(first.head.headers)
+        assert (first.head.status, headers[b"x-ratelimit-limit-tokens"]) == (200, b"200")
+        assert headers[b"x-ratelimit-remaining-tokens"] == b"72"
+        # The engine has counted 13 of the 128 that were reserved, its context.
+        await served.parts._accounts.stop()
+        (state,) = handle.service.states()["tenant acme"]
+        assert state.remaining == 187
+
+
+@virtual
+async def test_a_refusal_by_a_quota_comes_with_its_limit_and_is_told_apart() -> None:
+    handle = QuotasHandle(QuotasSettings(folder="/nowhere"))
+    limited = replace(ACME, key="ada", quota=Quota(requests_per_minute=1))
+    app = Working()
+    async with serving(app) as served:
+        app.site = served.site
+        served.limit(handle)
+        await served.pieces(limited)
+        (piece,) = await served.pieces(limited)
+        assert piece.head is not None
+        assert piece.head.status == 429
+        assert b"key ada: requests_per_minute 1: " in piece.body
+        headers = dict(piece.head.headers)
+        assert (headers[b"x-ratelimit-remaining-requests"], BY_QUOTA in piece.head.headers) == (b"0", True)
+        assert 0 < int(headers[b"retry-after"]) <= 60
+        await served.parts._accounts.stop()
 
 
 # The slot of a job, to its end.

@@ -398,11 +398,11 @@ async def test_the_end_finishes_what_was_taken_in(upper: FunctionEngine) -> None
 
 
 def rows(engine: FunctionEngine) -> list[Row]:
-    return [call.row(0.0) for call in engine._book.take()[1]]
+    return [call.row() for call in engine._accounts.book.take()]
 
 
 async def test_a_call_has_a_row_with_the_cost_of_its_records(upper: FunctionEngine) -> None:
-    upper._book.keep_ended()
+    upper._accounts.book.keep_ended()
     await relay(upper, "/process", {"records": ["a", "b"]}, Scheduling(1, "acme"))
     await upper.process({"records": ["a"], "tenant": "bits"})
     first, second = rows(upper)
@@ -412,7 +412,7 @@ async def test_a_call_has_a_row_with_the_cost_of_its_records(upper: FunctionEngi
 
 
 async def test_a_refused_call_of_a_function_has_no_row(upper: FunctionEngine) -> None:
-    upper._book.keep_ended()
+    upper._accounts.book.keep_ended()
     status, _, _ = await relay(upper, "/process", {"records": []})
     assert status == 400
     assert rows(upper) == []

@@ -6,8 +6,8 @@ import pytest
 
 from serve_app.api.errors import RequestError
 from serve_app.api.scheduling import Scheduling
-from serve_app.engine.replica import answer, origin_of, replica_tag, routing_stats, usage_stats
-from serve_app.ledger.calls import CallBook, Origin
+from serve_app.engine.replica import answer, replica_tag, routing_stats, usage_stats
+from serve_app.ledger.calls import CallBook, Origin, origin_of
 from serve_app.relay.frame import Head, Piece, unpack
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage, Tokens

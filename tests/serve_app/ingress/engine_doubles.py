@@ -113,32 +113,6 @@ async def echo(request: RelayRequest) -> AsyncGenerator[bytes, None]:
     yield complete(PLAIN, json.dumps(content).encode())
 
 
-class Waking:
-    """The start of a model that sleeps, `demo`, in place of `start_replica`. Its context is known behind it.
-
-    Args:
-        engine: The handle of its Engine.
-        health: The health of each model.
-        max_model_len: Its context.
-
-    Attributes:
-        started: Set once it was started.
-    """
-
-    def __init__(self, engine: Engine, health: dict[str, ModelHealth], max_model_len: int) -> None:
-        self.started = asyncio.Event()
-        self._engine = engine
-        self._health = health
-        self._max_model_len = max_model_len
-        health["demo"] = ModelHealth(0, asleep=True, awaits="")
-
-    async def __call__(self, handle: object) -> None:
-        assert handle is self._engine
-        self._engine.stats = [{"max_model_len": self._max_model_len}]
-        self._health["demo"] = ModelHealth(1, asleep=False, awaits="")
-        self.started.set()
-
-
 @pytest.fixture(autouse=True)
 def health(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModelHealth]:
     """The health of each model, as the test wants it."""

@@ -15,6 +15,7 @@ from serve_app.ingress.deployment import Ingress
 from serve_app.settings.schema import parse
 from tests.serve_app.ingress.engine_doubles import LIMIT_S, Client, Engine, check_error, echo, health
 from tests.serve_app.ledger.ledgers import write_row
+from tests.serve_app.quotas.fleet import QuotasHandle
 
 __all__ = ["health"]
 
@@ -33,7 +34,12 @@ def client(monkeypatch: pytest.MonkeyPatch, ledger: Path) -> httpx.AsyncClient:
     """A client of an Ingress with a key of an administrator and another one."""
     fields: dict[str, Any] = {
         "root": {"admin": True},
-        "ada": {"requests_per_minute": 60, "models": ["demo"], "expires": "2020-01-01", "weight": 2.0},
+        "ada": {
+            "quota": {"requests_per_minute": 60},
+            "models": ["demo"],
+            "expires": "2020-01-01",
+            "weight": 2.0,
+        },
         "bob": {},
     }
     entries = [
@@ -45,11 +51,13 @@ def client(monkeypatch: pytest.MonkeyPatch, ledger: Path) -> httpx.AsyncClient:
         {
             "models": [{"id": "demo", "source": "x"}],
             "access": {"keys_env": "KEYS"},
-            "usage": {"ledger": {"folder": str(ledger)}},
+            "usage": {"ledger": {"folder": str(ledger)}, "quotas": {"folder": str(ledger)}},
         }
     )
+    assert settings.usage.quotas
     engines: Any = {"demo": Engine(echo)}
-    transport = httpx.ASGITransport(Ingress(settings, engines).__serve_build_asgi_app__())
+    ingress = Ingress(settings, engines, quotas=QuotasHandle(settings.usage.quotas))
+    transport = httpx.ASGITransport(ingress.__serve_build_asgi_app__())
     return httpx.AsyncClient(transport=transport, base_url="http://saturate", timeout=LIMIT_S)
 
 
@@ -69,7 +77,11 @@ async def test_an_administrator_lists_the_keys_without_their_hashes(client: http
         ("bob", "valid", False, "research"),
     ]
     ada = body["data"][1]
-    assert (ada["requests_per_minute"], ada["models"], ada["expires_at"]) == (60, ["demo"], 1577836800)
+    assert (ada["quota"]["requests_per_minute"], ada["models"], ada["expires_at"]) == (
+        60,
+        ["demo"],
+        1577836800,
+    )
     for name in ("root", "ada", "bob"):
         assert hash_key(name.encode()) not in response.text
     assert "sha256" not in response.text

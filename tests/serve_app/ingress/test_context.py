@@ -1,6 +1,5 @@
-"""The middleware around every request: keys and their rates, the track of a request, and its end."""
+"""The middleware around every request: keys, the track of a request, and its end."""
 
-import asyncio
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -55,9 +54,8 @@ def around(
     return RequestMiddleware(app, tracker, BodyBudget(1000), keys, origins=origins)
 
 
-def test_a_request_from_elsewhere_takes_nothing_from_the_limits() -> None:
-    keys = made(entry(allow_from=["10.0.0.0/8"], requests_per_minute=1))
-    rate_limit = keys.find(bearer(KEY)).rate_limit
+async def test_a_request_from_elsewhere_is_refused() -> None:
+    keys = made(entry(allow_from=["10.0.0.0/8"]))
 
     async def ask(host: str) -> int:
         transport = httpx.ASGITransport(
@@ -66,11 +64,7 @@ def test_a_request_from_elsewhere_takes_nothing_from_the_limits() -> None:
         async with httpx.AsyncClient(transport=transport, base_url="http://saturate") as http:
             return (await http.get("/", headers={"authorization": f"Bearer {KEY}"})).status_code
 
-    async def run() -> list[int]:
-        return [await ask(host) for host in ("203.0.113.9", "203.0.113.9", "10.0.0.1", "10.0.0.1")]
-
-    assert asyncio.run(run()) == [403, 403, 200, 429]
-    assert rate_limit.in_flight == 0
+    assert [await ask(host) for host in ("203.0.113.9", "10.0.0.1")] == [403, 200]
 
 
 async def hello(request: Request) -> PlainTextResponse:
@@ -100,48 +94,6 @@ async def test_only_health_needs_no_key(path: str) -> None:
     async with client(made(entry())) as http:
         assert (await http.get("/health")).status_code == (await http.get("/health/")).status_code == 200
         assert (await http.get(path)).status_code == 401
-
-
-async def test_a_key_above_its_rate_is_429_with_retry_after() -> None:
-    async with client(made(entry(requests_per_minute=1))) as http:
-        headers = {"authorization": f"Bearer {KEY}"}
-        assert (await http.get("/", headers=headers)).status_code == 200
-        response = await http.get("/", headers=headers)
-        assert response.status_code == 429
-        assert 50 <= int(response.headers["retry-after"]) <= 60
-
-
-@pytest.mark.parametrize("end", ["returns", "raises", "is cancelled"])
-async def test_a_request_leaves_the_rate_limit_however_it_ends(end: str) -> None:
-    inside, go = asyncio.Event(), asyncio.Event()
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        inside.set()
-        await go.wait()
-        if end == "raises":
-            raise ValueError
-
-    keys = made(entry(max_concurrency=1))
-    authenticated = around(app, keys)
-    sent: list[Message] = []
-
-    async def send(message: Message) -> None:
-        sent.append(message)
-
-    async def receive() -> Message:
-        raise AssertionError
-
-    scope = {"type": "http", "path": "/", "headers": bearer(KEY)}
-    task = asyncio.ensure_future(authenticated(dict(scope), receive, send))
-    async with asyncio.timeout(LIMIT_S):
-        await inside.wait()
-        await authenticated(dict(scope), receive, send)
-        assert sent[0]["status"] == 429
-        if end == "is cancelled":
-            task.cancel()
-        go.set()
-        await asyncio.wait([task])
-    assert keys.find(bearer(KEY)).rate_limit.in_flight == 0
 
 
 async def test_a_websocket_is_closed() -> None:

@@ -1,7 +1,6 @@
 """Answers to clients of HTTP/1.0 are whole and have their length."""
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,14 +10,11 @@ from starlette.types import Message
 
 from serve_app.ingress.body import BodyBudget
 from serve_app.ingress.context import RequestMiddleware
-from serve_app.ingress.deployment import Ingress
 from serve_app.ingress.http10 import MAX_BYTES
 from serve_app.relay.frame import pack
-from serve_app.settings.schema import parse
 from serve_app.telemetry.request_tracker import RequestTracker
 from tests.serve_app.answers import END
 from tests.serve_app.ingress.engine_doubles import CHAT, STREAM, Engine, answer, application, health
-from tests.serve_app.quotas.fleet import QuotasHandle
 
 __all__ = ["health"]
 
@@ -117,17 +113,3 @@ async def test_the_ingress_sends_a_stream_as_its_client_can_read_it(version: str
     assert b"".join(each["body"] for each in bodies) == b"data: 1\n\ndata: [DONE]\n\n"
     assert (b"content-length" in dict(start["headers"])) == (version == "1.0")
     assert (len(bodies) == 1) == (version == "1.0")
-
-
-async def test_a_stream_too_large_to_keep_has_used_what_it_has_reserved(tmp_path: Path) -> None:
-    """The engine has made it: an error status alone would tell that it has used nothing."""
-    quotas = {"folder": str(tmp_path), "tenants": {"default": {"tokens_per_day": 10_000}}}
-    settings = parse({"models": [{"id": "demo", "source": "x"}], "usage": {"quotas": quotas}})
-    assert settings.usage.quotas is not None
-    handle = QuotasHandle(settings.usage.quotas)
-    pieces = [pack(head=STREAM, body=PIECE)] * LARGE
-    engines: Any = {"demo": Engine(answer(*pieces))}
-    ingress = Ingress(settings, engines, quotas=handle)
-    start, _ = await call(ingress.__serve_build_asgi_app__(), CHAT, "1.0", b'{"max_tokens": 100}')
-    assert start["status"] == 400
-    assert await handle.left("tenant default", "tokens_per_day") < 10_000 - 100

@@ -9,7 +9,7 @@ import pytest
 
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
-from serve_app.ingress.models import RETRY_S, ServedModels, start_replica
+from serve_app.ingress.models import ServedModels
 from serve_app.settings.schema import parse
 from tests.batcher.virtual import Clock, until
 
@@ -412,62 +412,3 @@ async def test_a_function_has_no_context() -> None:
     replicas = Replicas()
     assert await routing(LLM, SHORT, FUNCTION, replicas=replicas).context("rank") is None
     assert replicas.asked == []
-
-
-async def test_a_request_that_may_fit_once_the_context_is_known_starts_the_model_and_comes_again() -> None:
-    replicas = Replicas()
-    lengths = routing(LLM, SHORT, FUNCTION, replicas=replicas)
-    assert await lengths.context("llm") is None
-    for _ in range(3):
-        found = lengths.refusal("llm", TOO_LARGE)
-        assert (found.status, found.retry_after_s) == (503, RETRY_S)
-        assert "llm: its context length is not known" in found.message
-    await until(lambda: bool(replicas.started))
-    replicas.starts.set()
-    await until(lambda: bool(replicas.lengths))
-    assert await lengths.context("llm") == 2048
-    assert lengths.refusal("llm", TOO_LARGE) is TOO_LARGE
-    assert replicas.started == ["llm"]
-
-
-async def test_a_model_whose_start_failed_is_started_again(caplog: pytest.LogCaptureFixture) -> None:
-    replicas = Replicas()
-    replicas.error = ConnectionError("no node")
-    replicas.starts.set()
-    lengths = routing(LLM, SHORT, FUNCTION, replicas=replicas)
-    for _ in range(2):
-        assert lengths.refusal("llm", TOO_LARGE).status == 503
-        await until(lambda: bool(caplog.records))
-        assert "llm was not started: ConnectionError('no node')" in caplog.text
-        caplog.clear()
-    assert replicas.started == ["llm", "llm"]
-
-
-@pytest.mark.parametrize(
-    ("name", "error"),
-    [
-        ("rank", TOO_LARGE),
-        ("short", TOO_LARGE),
-        ("llm", RequestError(429, "rate_limit_error", "too many")),
-    ],
-)
-async def test_other_refusals_of_a_quota_stay_as_they_are(name: str, error: RequestError) -> None:
-    replicas = Replicas()
-    assert routing(LLM, SHORT, FUNCTION, replicas=replicas).refusal(name, error) is error
-    assert replicas.started == []
-
-
-async def test_a_replica_is_started_by_a_call() -> None:
-    calls: list[dict[str, Any]] = []
-
-    class Handle:
-        def options(self, **options: Any) -> "Handle":
-            calls.append(options)
-            return self
-
-        async def remote(self) -> JSON:
-            return {}
-
-    await start_replica(Handle())
-    # Unlike a broadcast, a call makes Ray Serve scale the model up.
-    assert [call["method_name"] for call in calls] == ["stats"]

@@ -9,7 +9,6 @@ from ray.serve.handle import DeploymentBroadcastResponse
 from serve_app.api.protocol import JSON
 from serve_app.auth.key_store import Caller
 from serve_app.auth.keys import Key
-from serve_app.auth.rate_limit import RateLimit
 from serve_app.ingress.status import broadcast, own_part, replica_stats
 
 TURNS = 20
@@ -141,7 +140,7 @@ async def test_a_replica_that_stops_is_an_error_and_no_cancellation() -> None:
 def caller(name: str, **fields: Any) -> Caller:
     """Return the caller with a key of the tenant `research`."""
     key = Key.model_validate({"name": name, "sha256": "0" * 64, "tenant": "research"} | fields)
-    return Caller(key, RateLimit(lambda: 0.0))
+    return Caller(key)
 
 
 def stats() -> JSON:

@@ -28,7 +28,6 @@ from serve_app.system.cpu_scheduling import BACKGROUND_NICE
 from tests.progress import STILL_S
 from tests.serve_app.ingress.engine_doubles import PLAIN, Engine, answer, health
 from tests.serve_app.jobs.helpers import CHAT, commits, opened, row, text_of
-from tests.serve_app.quotas.fleet import QuotasHandle
 
 __all__ = ["health"]
 
@@ -69,7 +68,7 @@ def scheduled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return asked
 
 
-async def made(folder: Path, engine: Engine, quotas: QuotasHandle | None = None, **sections: Any) -> Made:
+async def made(folder: Path, engine: Engine, quotas: bool = False, **sections: Any) -> Made:
     """Return a deployment, made as Ray Serve makes it."""
     settings = parse(
         {
@@ -88,7 +87,7 @@ async def made(folder: Path, engine: Engine, quotas: QuotasHandle | None = None,
 
 @asynccontextmanager
 async def running(
-    folder: Path, engine: Engine | None = None, quotas: QuotasHandle | None = None, **sections: Any
+    folder: Path, engine: Engine | None = None, quotas: bool = False, **sections: Any
 ) -> AsyncGenerator[Made, None]:
     batches = await made(folder, engine or Engine(ANSWER), quotas, **sections)
     try:
@@ -148,26 +147,14 @@ def short(custom_id: str) -> JSON:
     return row(custom_id, body=row(custom_id)["body"] | {"max_tokens": 100})
 
 
-def quotas_of(usage: JSON) -> QuotasHandle:
-    """Return the handle of the Quotas deployment of such a section."""
-    settings = parse({"models": [{"id": "demo", "source": "x"}], "usage": usage}).usage.quotas
-    assert settings
-    return QuotasHandle(settings)
-
-
-async def test_a_batch_goes_to_the_engine_and_counts_for_the_quota_of_its_tenant(
-    tmp_path: Path, scheduled: list[int]
-) -> None:
-    usage = usage_of(tmp_path / "quotas", {"anna": {"tokens_per_day": LIMIT}})
+async def test_a_batch_goes_to_the_engine_for_its_tenant(tmp_path: Path, scheduled: list[int]) -> None:
     engine = Engine(ANSWER)
-    quotas = quotas_of(usage)
-    async with running(tmp_path, engine, quotas, usage=usage) as batches:
+    async with running(tmp_path, engine) as batches:
         batch = await ended(batches, await begun(batches, short("a"), short("b")))
         assert batch["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
         assert [(request.source, request.scheduling.tenant) for request in engine.requests] == [
             ("batch", "anna")
         ] * 2
-        assert await quotas.left("tenant anna", "tokens_per_day") == LIMIT - 2 * 42
         assert (await batches.stats())["rows"]["completed"] == 2
         await batches.check_health()
     # Live requests go first.
@@ -210,7 +197,7 @@ async def test_the_quota_of_a_key_needs_the_quotas_deployment(tmp_path: Path) ->
     with pytest.raises(SettingsError, match=r"the quota of the key 'ada' needs args\.usage\.quotas"):
         await made(tmp_path / "b", Engine(ANSWER), access=access)
     usage = usage_of(tmp_path / "quotas", {})
-    async with running(tmp_path / "b", quotas=quotas_of(usage), access=access, usage=usage) as batches:
+    async with running(tmp_path / "b", quotas=True, access=access, usage=usage) as batches:
         await batches.check_health()
 
 
@@ -229,12 +216,11 @@ async def test_rows_in_flight_at_the_end_are_left_to_the_next_replica(
 
 
 async def test_an_end_leaves_nothing_running(tmp_path: Path) -> None:
-    usage = usage_of(tmp_path / "quotas", {"anna": {"tokens_per_day": LIMIT}})
-    quotas = quotas_of(usage)
+    usage = {"ledger": {"folder": str(tmp_path / "ledger")}}
     before = asyncio.all_tasks()
-    async with running(tmp_path, quotas=quotas, usage=usage, telemetry={"metrics": True}) as batches:
+    async with running(tmp_path, usage=usage, telemetry={"metrics": True}) as batches:
         await ended(batches, await begun(batches, short("a")))
-    left = asyncio.all_tasks() - before - set(quotas.service._tasks)
+    left = asyncio.all_tasks() - before
     async with asyncio.timeout(LIMIT_S):
         await asyncio.gather(*left, return_exceptions=True)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from pydantic_core import from_json
+from ray.exceptions import RayActorError
 from ray.serve.exceptions import ReplicaUnavailableError
 
 from serve_app.api.errors import EngineLostError, RequestError
@@ -17,8 +18,7 @@ from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import TIER_PRIORITY, Scheduling
 from serve_app.auth.key_store import KeyStore
 from serve_app.auth.keys import hash_key
-from serve_app.engine.quotas import CallQuotas
-from serve_app.ingress import models, relay
+from serve_app.ingress import relay
 from serve_app.ingress.body import LARGE_BYTES
 from serve_app.ingress.relay import PoisonError
 from serve_app.ingress.status import Health, ModelHealth
@@ -26,14 +26,16 @@ from serve_app.jobs import engines
 from serve_app.jobs.engines import EngineClient
 from serve_app.jobs.pacing import RETRYABLE, EngineLoad
 from serve_app.jobs.rows import Answer, QuotaError
-from serve_app.relay.frame import Head, pack, pack_error
+from serve_app.ledger.callers import LostCalls
+from serve_app.ledger.report import LedgerFiles
+from serve_app.quotas.client import BY_QUOTA
+from serve_app.relay.frame import Head, pack, pack_error, with_headers
 from serve_app.relay.request import RelayRequest
-from serve_app.relay.usage import RequestUsage
 from serve_app.settings.schema import parse
+from serve_app.settings.usage import LedgerSettings, Quota, UsageSettings
 from tests.progress import STILL_S
 from tests.serve_app.answers import END, complete
-from tests.serve_app.ingress.engine_doubles import CHAT, PLAIN, Engine, Waking, answer, health
-from tests.serve_app.quotas.fleet import QuotasHandle
+from tests.serve_app.ingress.engine_doubles import CHAT, PLAIN, Engine, answer, health
 
 __all__ = ["health"]
 
@@ -68,59 +70,57 @@ async def test_a_row_goes_to_its_model_with_its_tier_tenant_and_weight() -> None
     assert engines["demo"].answers[0].stopped.is_set()
 
 
-async def test_a_row_counts_for_the_quota_of_its_key_and_names_the_models_of_its_batch_only(
+async def test_a_row_has_the_quota_of_its_key_and_names_the_models_of_its_batch_only(
     tmp_path: Path, health: dict[str, ModelHealth]
 ) -> None:
     path = tmp_path / "keys.json"
-    quota = {"tokens_per_day": 2_000}
-    entry = {"name": "ada", "sha256": hash_key(b"x"), "tenant": "anna", "quota": quota}
+    entry = {"name": "ada", "sha256": hash_key(b"x"), "tenant": "anna", "quota": {"tokens_per_day": 2_000}}
     path.write_text(json.dumps([entry]))
-    settings = parse(
-        {
-            "models": [{"id": name, "source": "x"} for name in ("demo", "large")],
-            "access": {"keys_file": str(path)},
-            "usage": {"quotas": {"folder": str(tmp_path)}},
-        }
-    )
+    models = [{"id": name, "source": "x"} for name in ("demo", "large")]
+    settings = parse({"models": models, "access": {"keys_file": str(path)}})
     assert settings.access
-    assert settings.usage.quotas
-    usage = RequestUsage(prompt_tokens=900, output_tokens=300)
-    engine = Engine(answer(pack(head=PLAIN, body=b"{}", usage=usage)), stats=[{"max_model_len": 1000}])
-    handles: Any = {"demo": engine, "large": engine}
-    handle = QuotasHandle(settings.usage.quotas)
-    quotas = CallQuotas(settings.usage.quotas, handle)
-    client = EngineClient(settings, handles, Health("llm", list(handles)), KeyStore(settings.access), quotas)
-    body = BODY | {"max_tokens": 500}
-    with pytest.raises(RequestError, match="it has access to: demo"):
-        await client.send(CHAT, body | {"model": "large"}, ANNA, ["demo"])
-    assert (await client.send(CHAT, body, ANNA)).status == 200
-    assert await handle.left("key ada", "tokens_per_day") == 800
-    with pytest.raises(QuotaError, match="key ada: tokens_per_day 2000") as refused:
-        await client.send(CHAT, body, ANNA)
-    assert (refused.value.status, len(engine.requests)) == (429, 1)
-    assert refused.value.retry_after_s
-    quotas.stop()
-
-
-async def test_a_row_for_a_model_that_sleeps_comes_again_once_its_context_is_known(
-    tmp_path: Path, health: dict[str, ModelHealth], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tenants = {"anna": {"tokens_per_day": 2_000}}
-    usage: JSON = {"quotas": {"folder": str(tmp_path), "tenants": tenants}}
-    settings = parse({"models": [{"id": "demo", "source": "x"}], "usage": usage})
-    assert settings.usage.quotas
     engine = Engine(answer(complete(PLAIN, b"{}")))
-    waking = Waking(engine, health, 1000)
-    monkeypatch.setattr(models, "start_replica", waking)
-    handles: Any = {"demo": engine}
-    quotas = CallQuotas(settings.usage.quotas, QuotasHandle(settings.usage.quotas))
-    client = EngineClient(settings, handles, Health("llm", ["demo"]), quotas=quotas)
-    with pytest.raises(RequestError, match="context length is not known") as refused:
-        await client.send(CHAT, BODY, ANNA)
-    assert (refused.value.status, refused.value.final) == (503, False)
-    await waking.started.wait()
+    handles: Any = {"demo": engine, "large": engine}
+    client = EngineClient(settings, handles, Health("llm", list(handles)), KeyStore(settings.access))
+    with pytest.raises(RequestError, match="it has access to: demo"):
+        await client.send(CHAT, BODY | {"model": "large"}, ANNA, ["demo"])
     assert (await client.send(CHAT, BODY, ANNA)).status == 200
-    quotas.stop()
+    (request,) = engine.requests
+    assert request.quota == Quota(tokens_per_day=2_000)
+
+
+async def test_a_refusal_by_a_quota_says_nothing_about_the_room_at_the_engines() -> None:
+    refused = RequestError(429, "rate_limit_error", "key ada: tokens_per_day 2000: none", retry_after_s=7.0)
+    engine = Engine(answer(with_headers(pack_error(refused), [BY_QUOTA])))
+    with pytest.raises(QuotaError, match="key ada: tokens_per_day 2000") as raised:
+        await client_of({"demo": engine}).send(CHAT, BODY, ANNA)
+    assert (raised.value.status, raised.value.retry_after_s) == (429, 7.0)
+    full = Engine(answer(pack_error(refused)))
+    assert (await client_of({"demo": full}).send(CHAT, BODY, ANNA)).status == 429
+
+
+@pytest.mark.parametrize("dies", [True, False])
+async def test_a_row_that_is_lost_with_the_process_of_its_engine_has_a_row_in_the_ledger(
+    tmp_path: Path, dies: bool
+) -> None:
+    lost = LostCalls(UsageSettings(ledger=LedgerSettings(folder=str(tmp_path))), "batches")
+    # An engine that dies alone leaves a replica that writes the row.
+    errors: list[Exception] = [RayActorError() if dies else EngineLostError()]
+
+    async def answering(request: RelayRequest) -> AsyncGenerator[bytes, None]:
+        if errors:
+            raise errors.pop()
+        yield complete(PLAIN, b"{}")
+
+    handles: Any = {"demo": Engine(answering)}
+    settings = parse({"models": [{"id": "demo", "source": "x"}]})
+    client = EngineClient(settings, handles, Health("llm", ["demo"]), lost=lost)
+    assert (await client.send(CHAT, BODY, ANNA)).status == 200
+    await lost.stop()
+    found = LedgerFiles(str(tmp_path)).sums(["outcome", "model", "tenant", "key", "source"])
+    assert [(*line.values, line.total.calls, line.total.output_tokens) for line in found] == (
+        [("lost", "demo", "anna", "ada", "batch", 1, 0)] if dies else []
+    )
 
 
 async def test_a_row_calls_a_route_by_the_name_that_vllm_has_for_it() -> None:

@@ -16,7 +16,6 @@ from pydantic_core import from_json
 from serve_app.api.protocol import JSON
 from serve_app.auth.key_store import Caller
 from serve_app.auth.keys import Key, hash_key
-from serve_app.auth.rate_limit import RateLimit
 from serve_app.jobs import failpoints
 from serve_app.jobs.db import SQLite
 from serve_app.jobs.errors import DatabaseError
@@ -198,7 +197,7 @@ async def test_a_tenant_sees_its_own_only(site: Site, client: openai.AsyncOpenAI
 
 async def test_a_key_has_its_tenant_and_weight(site: Site, client: openai.AsyncOpenAI) -> None:
     key = Key(name="k", sha256=hash_key(b"secret"), tenant="team", weight=3.0)
-    caller = Caller(key, RateLimit(lambda: 0.0))
+    caller = Caller(key)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await site.app(scope | {"caller": caller}, receive, send)

@@ -22,7 +22,7 @@ class Store:
     """State that outlives a process."""
 
     files: dict[Path, bytes] = field(default_factory=dict)
-    locks: dict[Path, "MemoryDisk"] = field(default_factory=dict)
+    times: dict[Path, float] = field(default_factory=dict)
 
 
 class MemoryDisk:
@@ -30,6 +30,7 @@ class MemoryDisk:
 
     Args:
         store: What outlives the process.
+        clock: The time of files.
 
     Attributes:
         kill_at: The step, from now, at which the process is killed; None: at none.
@@ -40,8 +41,9 @@ class MemoryDisk:
         meanwhile: Called before a replacement, as by another thread.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, clock: Callable[[], float] = time.time) -> None:
         self.store = store
+        self._clock = clock
         self.kill_at: int | None = None
         self.kill_share = 0.5
         self.share = 0.5
@@ -61,6 +63,7 @@ class MemoryDisk:
         if dies or self.failing:
             data = data[: int(len(data) * (self.kill_share if dies else self.share))]
         self.store.files[path] = self.store.files.get(path, b"") + data
+        self.store.times[path] = self._clock()
         if dies:
             raise KilledError
         if self.failing:
@@ -74,6 +77,7 @@ class MemoryDisk:
         if self.full:
             raise OSError(28, "No space left on device")
         self.store.files[path] = data
+        self.store.times[path] = self._clock()
 
     def cut(self, path: Path, size: int) -> None:
         if self._step():
@@ -101,23 +105,16 @@ class MemoryDisk:
             wanted = pattern.split("/")
             return len(parts) == len(wanted) and all(map(fnmatch.fnmatch, parts, wanted))
 
-        return sorted(path for path in self.store.files if matches(path))
+        folders = {path.parent for path in self.store.files}
+        return sorted(path for path in {*self.store.files, *folders} if matches(path))
 
-    def lock(self, path: Path) -> bool:
+    def touch(self, path: Path) -> float:
         self.store.files.setdefault(path, b"")
-        return self.store.locks.setdefault(path, self) is self
+        self.store.times[path] = self._clock()
+        return self.store.times[path]
 
-    def locked(self, path: Path) -> bool:
-        return path in self.store.locks
-
-    def unlock(self, path: Path, *, keep: bool = False) -> None:
-        if self.store.locks.pop(path, None) and not keep:
-            self.store.files.pop(path, None)
-
-    def die(self) -> None:
-        """Give back all locks, as the system does when a process ends."""
-        for path in [path for path, owner in self.store.locks.items() if owner is self]:
-            del self.store.locks[path]
+    def modified(self, path: Path) -> float:
+        return self.store.times.get(path, float("inf"))
 
 
 class FakeSequence:

@@ -4,10 +4,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from serve_app.ledger.disk import LocalDisk
 from serve_app.ledger.parquet import to_parquet
-from serve_app.ledger.reading import read
-from serve_app.ledger.report import Line, Report
+from serve_app.ledger.report import LedgerFiles, Line
 from serve_app.ledger.rows import Row, encode, utc
 
 START = 1_800_000_000.0
@@ -46,7 +44,7 @@ def save(folder: Path, day: str, name: str, rows: list[Row], *, parquet: bool) -
 
 def lines(folder: Path, *by: str, **options: Any) -> list[Line]:
     """Return the lines of a report on a ledger."""
-    return read(LocalDisk(), folder, Report(by, **options)).lines()
+    return LedgerFiles(str(folder)).sums(by, **options)
 
 
 ROWS = [

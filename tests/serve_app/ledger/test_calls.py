@@ -51,15 +51,13 @@ def test_a_call_has_a_row_with_its_tokens_and_times(book: CallBook, clocks: Cloc
         slot.count(sequence)
         slots.append(slot)
     clocks.monotonic += 2
-    running = call.row(clocks.epoch)
-    assert (running.prompt_tokens, running.cached_tokens, running.output_tokens) == (30, 4, 8)
-    assert (running.outcome, running.wait_s, running.engine_s) == ("running", 0.5, 2.0)
+    assert call.usage.total() == (30, 4, 8)
     sequences[1].now = Tokens(20, 0, 9)
     for slot in slots:
         slot.end()
     call.close()
     clocks.monotonic += 60
-    row = call.row(0.0)
+    row = call.row()
     assert (row.output_tokens, row.outcome, row.wait_s, row.engine_s) == (12, "ok", 0.5, 2.0)
     assert (row.call, row.replica, row.model) == ("n-1", "r", "demo")
     assert (row.key, row.tenant, row.endpoint, row.request_id) == ("anna's", "anna", ANNA.endpoint, "r1")
@@ -82,7 +80,7 @@ def test_the_worst_outcome_of_its_slots_is_that_of_a_call(
     for slot, outcome in zip(slots, outcomes, strict=True):
         slot.end(outcome)
     call.close(closed)
-    assert call.row(0.0).outcome == worst
+    assert call.row().outcome == worst
 
 
 def test_a_call_ends_with_the_last_of_its_answer_and_its_slots(book: CallBook) -> None:
@@ -90,30 +88,30 @@ def test_a_call_ends_with_the_last_of_its_answer_and_its_slots(book: CallBook) -
     sequence = FakeSequence(Tokens(output=1))
     slot = begun(call, sequence)
     call.close("cancelled")
-    assert book.take() == ([call], [])
+    assert book.take() == []
     # The engine may make a token more before it stops.
     sequence.now = Tokens(output=2)
     slot.end()
     call.close()
-    assert book.take() == ([], [call])
-    assert (call.row(0.0).output_tokens, call.row(0.0).outcome) == (2, "cancelled")
-    assert book.take() == ([], [])
+    assert book.take() == [call]
+    assert (call.row().output_tokens, call.row().outcome) == (2, "cancelled")
+    assert book.take() == []
 
 
 def test_a_call_that_gave_the_engine_nothing_leaves_no_row(book: CallBook) -> None:
     call = book.open(ANNA, RequestUsage())
     call.usage.begin().end("cancelled")
-    assert (book.take(), book.by_tenant()) == (([], []), {})
+    assert (book.take(), book.by_tenant()) == ([], {})
     call.close()
     with book.open(ANNA, RequestUsage()):
         pass
-    assert (book.take(), book.by_tenant()) == (([], []), {})
+    assert (book.take(), book.by_tenant()) == ([], {})
 
 
 def test_records_of_a_function_have_a_cost_and_the_time_from_their_submission(book: CallBook) -> None:
     with book.open(ANNA, RequestUsage()) as call:
         call.usage.add(Usage(100.0, 100.0, 103.0, cost=12))
-    row = call.row(0.0)
+    row = call.row()
     assert (row.cost, row.engine_s, row.output_tokens) == (12, 3.0, 0)
     assert total(book) == Sums(1, cost=12)
 
@@ -122,7 +120,7 @@ def test_calls_that_nobody_takes_are_bounded(book: CallBook, monkeypatch: pytest
     monkeypatch.setattr(calls, "MAX_ENDED", 3)
     for _ in range(5):
         ran(book)
-    assert (len(book.take()[1]), book.dropped) == (3, 2)
+    assert (len(book.take()), book.dropped) == (3, 2)
     # The sums have them all.
     assert total(book) == Sums(5, 10, 5, 5)
 
@@ -134,6 +132,38 @@ def test_tenants_beyond_the_bound_share_their_sums(book: CallBook, monkeypatch: 
     begun(book.open(Origin(tenant="e"), RequestUsage()), FakeSequence(Tokens(output=1)))
     found = {name: sums.output for name, sums in book.by_tenant().items()}
     assert found == {"a": 2, "b": 1, OTHER: 3}
+
+
+class Booked:
+    """A reservation that notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[object] = []
+
+    def settle(self, tokens: int, *, request: bool) -> None:
+        self.told.append((tokens, request))
+
+    def written(self) -> None:
+        self.told.append("written")
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_the_end_of_a_call_settles_its_reservation_once_with_the_tokens_of_its_row(keeps: bool) -> None:
+    book, booked, idle = CallBook("demo"), Booked(), Booked()
+    if keeps:
+        book.keep_ended()
+    call = book.open(ANNA, RequestUsage())
+    call.reservation = booked
+    slot = begun(call, FakeSequence(Tokens(2, 1, 5)))
+    call.close("cancelled")
+    assert booked.told == []
+    slot.end()
+    call.close()
+    # With a ledger, its writer tells when the row is there.
+    assert booked.told == [(7, True)] + ([] if keeps else ["written"])
+    with book.open(ANNA, RequestUsage()) as empty:
+        empty.reservation = idle
+    assert idle.told == [(0, False), "written"]
 
 
 Step = tuple[int, int, bool]
@@ -161,15 +191,12 @@ def test_every_token_is_counted_once_and_every_call_is_taken_once(steps: list[St
             slots.append(begun(call, FakeSequence(Tokens(output=output))))
             given_[call.origin.tenant] += output
         if looks:
-            running, ended = book.take()
-            taken += ended
-            assert not set(map(id, running)) & set(map(id, taken))
+            taken += book.take()
         assert {name: sums.output for name, sums in book.by_tenant().items()} == dict(given_)
     for call, slots in opened.values():
         call.close("cancelled")
         for slot in slots:
             slot.end()
-    running, ended = book.take()
-    taken += ended
-    assert (running, len({id(call) for call in taken})) == ([], len(taken))
+    taken += book.take()
+    assert len({id(call) for call in taken}) == len(taken)
     assert sum(call.usage.total().output for call in taken) == given_.total() == total(book).output

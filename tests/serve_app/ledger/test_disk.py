@@ -1,9 +1,6 @@
 """The ledger's file system."""
 
-import fcntl
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,33 +8,6 @@ from typing import Any
 import pytest
 
 from serve_app.ledger.disk import LocalDisk
-
-HOLDER = """
-import sys
-from pathlib import Path
-from serve_app.ledger.disk import LocalDisk
-disk = LocalDisk()
-print(disk.lock(Path(sys.argv[1])), flush=True)
-sys.stdin.read()
-"""
-
-
-def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
-    path, disk = tmp_path / "open" / "a.lock", LocalDisk()
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as holder:
-        assert holder.stdout
-        assert holder.stdout.readline() == "True\n"
-        assert disk.locked(path)
-        assert not disk.lock(path)
-        holder.kill()
-        holder.wait()
-    assert not disk.locked(path)
-    assert disk.lock(path)
-    assert LocalDisk().locked(path)
-    disk.unlock(path)
-    assert not path.exists()
 
 
 def test_a_file_is_replaced_as_a_whole_or_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,23 +53,13 @@ def test_a_file_grows_and_is_cut(tmp_path: Path) -> None:
     assert disk.files(tmp_path, "day=*/*") == []
 
 
-def test_a_lock_whose_file_goes_meanwhile_is_not_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, first, second = tmp_path / "a.lock", LocalDisk(), LocalDisk()
-    assert first.lock(path)
-    flock = fcntl.flock
-
-    def late(file: Any, how: int) -> None:
-        first.unlock(path)
-        flock(file, how)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(fcntl, "flock", late)
-        assert not second.lock(path)
-    assert second.lock(path)
-    assert first.locked(path)
-    second.unlock(path)
+def test_a_file_that_is_touched_is_younger_than_before(tmp_path: Path) -> None:
+    path, disk = tmp_path / "day=1" / "a", LocalDisk()
+    assert disk.modified(path) == float("inf")
+    first = disk.touch(path)
+    os.utime(path, (first - 60, first - 60))
+    assert disk.modified(path) == first - 60
+    assert disk.touch(path) >= first
 
 
 @pytest.mark.parametrize("pattern", ["*", "*/*"])

@@ -1,8 +1,8 @@
 """Metrics of what tenants use."""
 
 from serve_app.ledger.calls import CallBook
-from serve_app.ledger.ledger import Ledger
 from serve_app.ledger.metrics import UsageMetrics
+from serve_app.ledger.writer import Ledger
 from serve_app.relay.usage import Tokens
 from serve_app.telemetry import catalogue
 from serve_app.telemetry.meters import Meters

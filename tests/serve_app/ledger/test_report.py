@@ -1,22 +1,28 @@
-"""Sums over the files of a ledger."""
+"""Questions to the files of a ledger."""
 
 from datetime import UTC, datetime
+from decimal import Decimal
 from pathlib import Path
+from typing import Any
+from uuid import uuid4
 
+import fsspec
 import pytest
 
-from serve_app.ledger.disk import LocalDisk
+from serve_app.ledger import report
 from serve_app.ledger.prices import Prices
-from serve_app.ledger.reading import read
-from serve_app.ledger.report import BY, Report
-from serve_app.ledger.rows import Row
+from serve_app.ledger.report import BY, LedgerError, LedgerFiles
+from serve_app.ledger.rows import Row, encode, utc
+from serve_app.relay.usage import Tokens
 from serve_app.settings.usage import PriceSettings
 from tests.serve_app.ledger.ledgers import ROWS, START, lines, save
+
+DAY = "2027-01-15"
 
 
 @pytest.mark.parametrize("parquet", [False, True])
 def test_rows_are_summed_by_the_columns_that_are_asked_for(tmp_path: Path, parquet: bool) -> None:
-    save(tmp_path, "2027-01-15", "a.00000", ROWS, parquet=parquet)
+    save(tmp_path, DAY, "a.00000", ROWS, parquet=parquet)
     found = lines(tmp_path, "tenant")
     assert [line.values for line in found] == [("b",), ("a",)]
     total = found[1].total
@@ -24,27 +30,140 @@ def test_rows_are_summed_by_the_columns_that_are_asked_for(tmp_path: Path, parqu
     assert (total.engine_s, found[0].total.wait_s, total.price) == (0.5, 0.25, None)
     pairs = {line.values: line.total.output_tokens for line in lines(tmp_path, "tenant", "model")}
     assert pairs == {("a", "m"): 10, ("b", "m"): 5, ("a", "n"): 1}
-    assert [line.values for line in lines(tmp_path, "day")] == [("2027-01-15",)]
+    assert [line.values for line in lines(tmp_path, "day")] == [(DAY,)]
     assert {line.values[0] for line in lines(tmp_path, "outcome")} == {"ok", "cancelled"}
 
 
 @pytest.mark.parametrize("parquet", [False, True])
 def test_only_calls_of_the_wanted_time_count(tmp_path: Path, parquet: bool) -> None:
-    save(tmp_path, "2027-01-15", "a.00000", ROWS, parquet=parquet)
+    save(tmp_path, DAY, "a.00000", ROWS, parquet=parquet)
     later = datetime.fromtimestamp(START + 60, UTC)
     assert sum(line.total.calls for line in lines(tmp_path, "key", since=later)) == 1
     assert sum(line.total.calls for line in lines(tmp_path, "key", until=later)) == 3
     assert lines(tmp_path, "key", since=datetime(2027, 1, 16, tzinfo=UTC)) == []
 
 
-def test_the_price_is_that_of_each_call(tmp_path: Path) -> None:
-    save(tmp_path, "2027-01-15", "a.00000", ROWS, parquet=True)
-    prices = Prices({"m": PriceSettings(input=0.0, output=1_000_000.0, batch_discount=0.5)}, "EUR")
-    report = read(LocalDisk(), tmp_path, Report(["tenant"]))
-    found = {line.values[0]: line.total.price for line in report.lines(prices)}
-    # Of tenant a: 3 tokens, and 7 of a batch at half the price; the model n has none.
-    assert found == {"a": 6.5, "b": 5.0}
+def test_segments_of_both_forms_count_together_and_one_of_both_once(tmp_path: Path) -> None:
+    save(tmp_path, DAY, "a.00000", ROWS, parquet=True)
+    save(tmp_path, DAY, "a.00000", ROWS, parquet=False)
+    save(tmp_path, DAY, "b.00000", ROWS[:1], parquet=False)
+    assert sum(line.total.calls for line in lines(tmp_path, "tenant")) == 5
+
+
+def test_the_price_is_that_of_each_call_and_exact(tmp_path: Path) -> None:
+    save(tmp_path, DAY, "a.00000", ROWS, parquet=True)
+    prices = Prices({"m": PriceSettings(input=0.1, output=0.2, batch_discount=0.5)}, "EUR")
+    found = {line.values[0]: line.total.price for line in lines(tmp_path, "tenant", prices=prices)}
+    # Of tenant a: 10 tokens in and 3 out, and 7 out of a batch at half the price; the model n has none.
+    assert found == {"a": Decimal("0.0000023"), "b": Decimal("0.000011")}
 
 
 def test_every_column_is_one_of_a_row() -> None:
     assert all(name == "day" or name in Row.__struct_fields__ for name in BY)
+
+
+def test_lines_that_are_no_rows_are_counted_but_for_one_that_is_being_written(tmp_path: Path) -> None:
+    save(tmp_path, DAY, "a.00000", ROWS, parquet=True)
+    line = encode(ROWS[0])
+    (tmp_path / f"day={DAY}" / "b.00000.jsonl").write_bytes(line + b"what\n" + line + b'{"call": "x", "ti')
+    files = LedgerFiles(str(tmp_path))
+    assert sum(found.total.calls for found in files.sums(["tenant"])) == 6
+    assert files.wrong == 1
+
+
+def test_a_row_of_a_later_version_can_be_read(tmp_path: Path) -> None:
+    (tmp_path / f"day={DAY}").mkdir()
+    line = encode(ROWS[0]).replace(b"{", b'{"new":1,', 1)
+    (tmp_path / f"day={DAY}" / "b.00000.jsonl").write_bytes(line)
+    assert [found.total.prompt_tokens for found in lines(tmp_path, "tenant")] == [10]
+
+
+def test_other_files_are_left_out(tmp_path: Path) -> None:
+    save(tmp_path, DAY, "a.00000", ROWS, parquet=False)
+    (tmp_path / f"day={DAY}" / "a.00001.parquet.draft").write_bytes(b"PAR")
+    (tmp_path / "prices.json").write_text("{}")
+    assert sum(line.total.calls for line in lines(tmp_path, "tenant")) == 4
+
+
+def test_an_empty_ledger_has_no_lines(tmp_path: Path) -> None:
+    assert lines(tmp_path, "tenant", "day") == []
+
+
+def test_a_file_that_is_no_parquet_is_named(tmp_path: Path) -> None:
+    path = tmp_path / f"day={DAY}" / "a.00000.parquet"
+    path.parent.mkdir()
+    path.write_bytes(b"no parquet, and longer than its smallest file")
+    with pytest.raises(LedgerError, match=r"a\.00000\.parquet"):
+        lines(tmp_path, "tenant")
+
+
+@pytest.mark.parametrize("place", ["/no folder", "~no user/usage"])
+def test_a_folder_that_is_not_there_is_named(place: str) -> None:
+    with pytest.raises(LedgerError, match=f"{place}: there is no such folder"):
+        LedgerFiles(place)
+
+
+def test_a_ledger_at_a_url_is_asked_there() -> None:
+    url, files = f"memory://{uuid4().hex}", fsspec.filesystem("memory")
+    files.pipe_file(f"{url}/day={DAY}/a.00000.jsonl", b"".join(map(encode, ROWS)))
+    found = LedgerFiles(url).sums(["tenant"])
+    assert {line.values[0]: line.total.calls for line in found} == {"a": 3, "b": 1}
+
+
+class Moving(LedgerFiles):
+    """Files of which one becomes Parquet after it is listed."""
+
+    moves = True
+
+    def _segments(self, *bounds: Any) -> Any:
+        found = super()._segments(*bounds)
+        if self.moves:
+            self.moves = False
+            for path in found:
+                Path(path).unlink()
+            save(Path(self._place), DAY, "a.00000", ROWS, parquet=True)
+        return found
+
+
+def test_a_segment_that_becomes_parquet_meanwhile_counts_once(tmp_path: Path) -> None:
+    save(tmp_path, DAY, "a.00000", ROWS, parquet=False)
+    assert sum(line.total.calls for line in Moving(str(tmp_path)).sums(["tenant"])) == 4
+
+
+# Lengths
+
+
+def row(number: int, **fields: Any) -> Row:
+    given: dict[str, Any] = {"time": utc(START), "model": "m", "endpoint": "/v1/chat/completions"}
+    return Row(call=f"a-{number}", **(given | {"prompt_tokens": number, "output_tokens": 1} | fields))
+
+
+CALLS = [
+    row(10, cached_tokens=4, output_tokens=3),
+    row(11, source="handle", endpoint="call", adapter="m:a"),
+    row(12, source="batch"),
+    row(13, source="warm_up"),
+    row(14, outcome="cancelled"),
+    row(15, endpoint="/generate"),
+    row(16, output_tokens=0),
+    row(17, time=utc(START - 3600)),
+    row(18, model="n"),
+]
+
+
+@pytest.mark.parametrize("parquet", [False, True])
+def test_answered_live_calls_are_taken_with_their_tokens(tmp_path: Path, parquet: bool) -> None:
+    save(tmp_path, DAY, "a.00000", CALLS, parquet=parquet)
+    assert LedgerFiles(str(tmp_path)).lengths(utc(START)) == {
+        "m": [Tokens(10, 4, 3)],
+        "m:a": [Tokens(11, 0, 1)],
+        "n": [Tokens(18, 0, 1)],
+    }
+
+
+def test_each_call_is_as_likely_to_be_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "MOST_LENGTHS", 100)
+    save(tmp_path, DAY, "a.00000", [row(number) for number in range(1, 2001)], parquet=False)
+    kept = [call.prompt for call in LedgerFiles(str(tmp_path)).lengths()["m"]]
+    assert len(set(kept)) == len(kept) == 100
+    assert 700 < sum(kept) / len(kept) < 1300

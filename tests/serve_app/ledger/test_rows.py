@@ -2,7 +2,7 @@
 
 import time
 
-from serve_app.ledger.rows import FIELDS, Row, as_lost, decode, encode, utc
+from serve_app.ledger.rows import FIELDS, Row, decode, encode, utc
 
 
 def test_a_row_is_a_line_of_json_that_reads_back() -> None:
@@ -22,12 +22,6 @@ def test_a_part_of_a_last_line_is_left_out_and_a_wrong_line_is_counted() -> None
 def test_a_row_of_a_later_version_can_be_read() -> None:
     line = encode(Row(call="a-1", time=utc(0))).replace(b"{", b'{"new":1,', 1)
     assert decode(line)[1] == 0
-
-
-def test_only_a_running_call_is_lost_with_its_process() -> None:
-    running = Row(call="a-1", time=utc(0), outcome="running")
-    ended = Row(call="a-2", time=utc(0), outcome="cancelled")
-    assert (as_lost(running).outcome, as_lost(ended).outcome) == ("lost", "cancelled")
 
 
 def test_a_row_has_no_place_for_content() -> None:

@@ -2,10 +2,12 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from serve_app.quotas.client import QuotaClient
-from serve_app.quotas.messages import Answer, Report
+from serve_app.quotas.counters import Answer, Charge, Report
 from serve_app.quotas.service import QuotaService
 from serve_app.quotas.state import StateError
 from serve_app.settings.usage import Quota, QuotasSettings
@@ -72,7 +74,7 @@ class Fleet:
         self.loop = asyncio.get_running_loop()
         self.service = self._service()
         self.clients = [
-            QuotaClient(self.settings, self._exchange, f"c{n}", clock=self.loop.time, wall=self.wall)
+            QuotaClient(self.settings, self, f"c{n}", clock=self.loop.time, wall=self.wall)
             for n in range(clients)
         ]
         for client in self.clients:
@@ -88,7 +90,7 @@ class Fleet:
         self.service = self._service()
 
     def used(self, limit: str = "tokens_per_minute") -> tuple[int, int]:
-        """Return what a limit's window has used and what requests hold."""
+        """Return what a limit's window has used, and what calls have reserved."""
         states = {state.name: state for state in self.service.states()[f"tenant {TENANT}"]}
         state = states[limit]
         return state.limit - state.remaining - state.reserved, state.reserved
@@ -99,7 +101,8 @@ class Fleet:
 
     def stop(self) -> None:
         for client in self.clients:
-            client.stop()
+            if client._running is not None:
+                client._running.cancel()
         for task in self.service._tasks:
             task.cancel()
 
@@ -110,14 +113,20 @@ class Fleet:
         service.start()
         return service
 
-    async def _exchange(self, report: Report) -> Answer:
+    async def take(self, report: Report) -> Answer:
         await asyncio.sleep(self._hop_s)
         if not self.answering:
             raise ConnectionError("the service is away")
         self.calls += 1
-        answer = await self.service.exchange(report)
+        answer = await self.service.take(report)
         await asyncio.sleep(self._hop_s)
         return answer
+
+    async def rows_of(self, holder: str) -> int | None:
+        return await self.service.rows_of(holder)
+
+    async def settle(self, holder: str, charges: tuple[Charge, ...]) -> None:
+        await self.service.settle(holder, charges)
 
 
 class QuotasHandle:
@@ -136,18 +145,19 @@ class QuotasHandle:
         self._reports = 0
         self._reported = asyncio.Condition()
 
-    def options(self, **options: Any) -> "QuotasHandle":
-        assert options["method_name"] == "exchange"
-        return self
+    def options(self, *, method_name: str, **options: Any) -> Any:
+        """Return the handle of a method."""
+        return SimpleNamespace(remote=partial(self._call, method_name))
 
-    async def remote(self, report: Report) -> Answer:
+    async def _call(self, method: str, *arguments: Any) -> Any:
         if not self.started:
             self.started = True
             self.service.start()
-        answer = await self.service.exchange(report)
-        async with self._reported:
-            self._reports += 1
-            self._reported.notify_all()
+        answer = await getattr(self.service, method)(*arguments)
+        if method == "take":
+            async with self._reported:
+                self._reports += 1
+                self._reported.notify_all()
         return answer
 
     async def left(self, subject: str, limit: str) -> int:

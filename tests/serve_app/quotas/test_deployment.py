@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.quotas.deployment import place_of
+from serve_app.quotas.service import place_of
 from serve_app.settings.batches import BatchesSettings
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.usage import QuotasSettings

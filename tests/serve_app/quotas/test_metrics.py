@@ -1,6 +1,6 @@
 """Used shares of limits as metrics, with a bounded number of series."""
 
-from serve_app.quotas.messages import LimitState
+from serve_app.quotas.counters import LimitState
 from serve_app.quotas.metrics import QuotaMetrics
 from serve_app.telemetry import catalogue
 from serve_app.telemetry.meters import Meters

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.quotas.messages import Account, LeaseID, Report
+from serve_app.quotas.counters import Account, Answer, Ask, Charge, Counter, Report
 from serve_app.quotas.service import QuotaService
 from serve_app.quotas.state import StateError, TakenOverError, open_state
 from serve_app.settings.usage import Quota, QuotasSettings
@@ -16,7 +16,7 @@ from tests.progress import STILL_S
 from tests.serve_app.quotas.fleet import START, MemoryState, inline
 
 SETTINGS = QuotasSettings(tenants={"t": Quota(tokens_per_day=1000)}, folder="/nowhere")
-TOKENS = LeaseID("tenant t", "tokens")
+TOKENS = Counter("tenant t", "tokens")
 LIMIT_S = STILL_S
 
 
@@ -25,7 +25,16 @@ def service_of(state: Any, settings: QuotasSettings = SETTINGS, **options: Any) 
 
 
 def ask(number: int, need: int, holder: str = "h") -> Report:
-    return Report(holder, number, "", "", (Account(TOKENS, "", need=need),))
+    return Report(holder, number, asks=(Ask(TOKENS, need),))
+
+
+def granted(answer: Answer) -> int:
+    return answer.grants[0].amount
+
+
+def holding(number: int, held: int, holder: str = "h") -> Report:
+    """Return the report of a holder whose calls have reserved some."""
+    return Report(holder, number, (Account(TOKENS, int(START), 0, held, 0),))
 
 
 def remaining(service: QuotaService) -> int:
@@ -37,19 +46,21 @@ async def test_a_grant_is_saved_before_it_leaves() -> None:
     state = MemoryState()
     service = service_of(state, beside=inline)
     service.start()
-    answer = await service.exchange(ask(1, 300))
-    assert answer.grants[0].granted == 300
+    answer = await service.take(ask(1, 300))
+    assert granted(answer) == 300
     saved = dict(state.texts)
     again = service_of(state)
-    assert (await _unsaved(again, ask(2, 0))).grants[0].granted == 300
+    assert remaining(again) == 1000
+    await _unsaved(again, holding(2, 300))
     assert state.texts == saved
+    assert remaining(again) == 700
     await service.close()
 
 
 async def _unsaved(service: QuotaService, report: Report) -> Any:
     """Return the answer of a service that nothing has to be saved for."""
     async with asyncio.timeout(STILL_S):
-        return await service.exchange(report)
+        return await service.take(report)
 
 
 async def test_reports_that_come_together_are_saved_together() -> None:
@@ -63,7 +74,7 @@ async def test_reports_that_come_together_are_saved_together() -> None:
 
     service = service_of(state, beside=count)
     service.start()
-    await asyncio.gather(*(service.exchange(ask(1, 10, f"h{n}")) for n in range(50)))
+    await asyncio.gather(*(service.take(ask(1, 10, f"h{n}")) for n in range(50)))
     assert saves <= 2
     assert remaining(service) == 1000
     await service.close()
@@ -75,9 +86,9 @@ async def test_a_failed_save_grants_nothing_and_the_next_one_makes_up_for_it() -
     service.start()
     state.failing = True
     with pytest.raises(StateError):
-        await service.exchange(ask(1, 300))
+        await service.take(ask(1, 300))
     state.failing = False
-    assert (await service.exchange(ask(2, 300))).grants[0].granted == 300
+    assert granted(await service.take(ask(2, 300))) == 300
     service.check()
     await service.close()
 
@@ -85,14 +96,14 @@ async def test_a_failed_save_grants_nothing_and_the_next_one_makes_up_for_it() -
 async def test_a_process_that_was_replaced_ends(tmp_path: Path) -> None:
     first = service_of(open_state(tmp_path, None))
     first.start()
-    await first.exchange(ask(1, 300))
+    await first.take(ask(1, 300))
     second = service_of(open_state(tmp_path, None))
     second.start()
     with pytest.raises(TakenOverError):
-        await first.exchange(ask(2, 600))
+        await first.take(ask(2, 600))
     with pytest.raises(TakenOverError):
         first.check()
-    assert (await second.exchange(ask(2, 600))).grants[0].granted == 600
+    assert granted(await second.take(ask(2, 600))) == 600
     await first.close()
     await second.close()
 
@@ -108,11 +119,25 @@ async def test_the_file_that_held_holds_after_a_restart(tmp_path: Path) -> None:
     assert remaining(service_of(state, settings)) == 70
 
 
+async def test_a_process_that_has_died_is_settled_for_by_what_it_had_not_reported() -> None:
+    state = MemoryState()
+    service = service_of(state, beside=inline)
+    service.start()
+    await service.take(ask(1, 300)._replace(rows=2))
+    assert await service.rows_of("h") == 2
+    assert await service.rows_of("other") is None
+    await service.settle("h", (Charge("tenant t", 120, 1), Charge("tenant without a quota", 5, 1)))
+    assert remaining(service) == 880
+    assert remaining(service_of(state)) == 880, "it is saved"
+    assert (await service.take(ask(2, 10))).gone
+    await service.close()
+
+
 async def test_it_counts_the_replicas_that_report() -> None:
     service = service_of(MemoryState(), beside=inline)
     service.start()
-    await service.exchange(ask(1, 1, "a"))
-    await service.exchange(ask(1, 1, "b"))
+    await service.take(ask(1, 1, "a"))
+    await service.take(ask(1, 1, "b"))
     assert service.holders == 2
     await service.close()
 
@@ -128,7 +153,7 @@ async def test_the_end_waits_for_the_save_under_way(tmp_path: Path) -> None:
 
     service = service_of(state, beside=slow)
     service.start()
-    asked = asyncio.ensure_future(service.exchange(ask(1, 300)))
+    asked = asyncio.ensure_future(service.take(ask(1, 300)))
     await began.wait()
     closing = asyncio.ensure_future(service.close())
     for _ in range(5):
@@ -137,9 +162,9 @@ async def test_the_end_waits_for_the_save_under_way(tmp_path: Path) -> None:
     goes_on.set()
     async with asyncio.timeout(LIMIT_S):
         await closing
-        assert (await asked).grants[0].granted == 300
+        assert granted(await asked) == 300
     again = service_of(open_state(tmp_path, None))
-    assert (await _unsaved(again, ask(2, 0))).grants[0].granted == 300
+    assert again._counters.rows_of("h") == 0
     await again.close()
 
 
@@ -148,11 +173,12 @@ async def test_the_end_waits_for_the_save_under_way(tmp_path: Path) -> None:
     [
         ("clock", '"noon"'),
         ("clock", "["),
-        ('["sum", "tenant t", "tokens", "day"]', '["x", 1]'),
-        ('["sum", "tenant t", "tokens", "day"]', '[0, "many"]'),
-        ('["sum", "tenant t", "tokens", "day"]', "7"),
-        ('["account", "tenant t", "tokens", "", "h"]', '["a", 0, 0, 0, false, []]'),
+        ('["total", "tenant t", "tokens", "day"]', '["x", 1]'),
+        ('["total", "tenant t", "tokens", "day"]', '[0, "many"]'),
+        ('["total", "tenant t", "tokens", "day"]', "7"),
+        ('["account", "h", "tenant t", "tokens", "0"]', '["a", 0, 0]'),
         ('["account", "tenant t"]', "[]"),
+        ('["sum", "tenant t", "tokens", "day"]', "[0, 1]"),
         ("7", "7"),
     ],
 )

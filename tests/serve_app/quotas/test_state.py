@@ -3,52 +3,20 @@
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
+import fakeredis
 import pytest
+from sqlalchemy import text
 
 from serve_app.quotas.state import (
-    PostgresState,
-    SQLiteState,
+    RedisState,
+    SQLState,
     State,
     StateError,
     TakenOverError,
     open_state,
 )
 from tests.serve_app.jobs.server import Server, start
-
-
-class FakeRedis:
-    """The commands of Redis that the state uses; the script is done as its text says."""
-
-    hashes: dict[str, dict[str, str]]
-
-    @classmethod
-    def from_url(cls, url: str, **options: Any) -> "FakeRedis":
-        assert options["decode_responses"]
-        return cls()
-
-    def hincrby(self, name: str, key: str, amount: int) -> int:
-        values = self.hashes.setdefault(name, {})
-        values[key] = str(int(values.get(key, 0)) + amount)
-        return int(values[key])
-
-    def hgetall(self, name: str) -> dict[str, str]:
-        return dict(self.hashes[name])
-
-    def eval(self, script: str, keys: int, name: str, epoch: str, kept: int, *values: str) -> int:
-        assert keys == 1
-        if self.hashes[name]["epoch"] != epoch:
-            return 0
-        for at in range(0, 2 * kept, 2):
-            self.hashes[name][values[at]] = values[at + 1]
-        for key in values[2 * kept :]:
-            self.hashes[name].pop(key, None)
-        return 1
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.fixture(scope="module")
@@ -59,21 +27,17 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture(params=["SQLite", "PostgreSQL", "Redis"])
-def opened(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[], State]:
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], State]:
     """Opens the same database."""
     if request.param == "SQLite":
         return lambda: open_state(tmp_path / "new", None)
     if request.param == "PostgreSQL":
         url = request.getfixturevalue("server").database()
         return lambda: open_state(None, url)
-    module = ModuleType("redis")
-    monkeypatch.setattr(FakeRedis, "hashes", {}, raising=False)
-    monkeypatch.setattr(module, "Redis", FakeRedis, raising=False)
-    monkeypatch.setattr(module, "RedisError", OSError, raising=False)
-    monkeypatch.setitem(sys.modules, "redis", module)
-    return lambda: open_state(None, "redis://user:secret@host:6379/0")
+    server = fakeredis.FakeServer()
+    url = "redis://user:secret@host:6379/0"
+    # A server in memory, which runs the script.
+    return lambda: RedisState(url, fakeredis.FakeRedis(server=server, decode_responses=True))
 
 
 def test_what_was_saved_is_loaded(opened: Callable[[], State]) -> None:
@@ -127,10 +91,9 @@ def test_a_state_that_was_emptied_is_not_the_process_s_any_more(opened: Callable
     state.load()
     state.save({"a": "1"})
     # By hand, to begin anew.
-    if isinstance(state, SQLiteState):
-        state._db.execute("DELETE FROM quotas")
-    elif isinstance(state, PostgresState):
-        state._connection.execute("DELETE FROM saturate_quotas")
+    assert isinstance(state, SQLState)
+    with state._engine.begin() as db:
+        db.execute(text(f"DELETE FROM {state._table.name}"))
     with pytest.raises(TakenOverError):
         state.save({"a": "2"})
     state.close()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.quotas.windows import SETTLED_S, Span, WindowClock, WindowSum, window_at
+from serve_app.quotas.windows import SETTLED_S, Span, WindowClock, window_at
 
 SPANS: tuple[Span, ...] = ("minute", "day", "month")
 TIMES = st.floats(0, 4e9, allow_nan=False)
@@ -35,19 +35,6 @@ def test_windows_follow_one_another_without_a_gap(span: Span, time: float) -> No
     assert window.starts_at <= time < window.ends_at
     assert window_at(span, window.ends_at).starts_at == window.ends_at
     assert window_at(span, window.starts_at) == window
-
-
-def test_a_sum_begins_anew_with_its_window_and_takes_nothing_for_one_that_is_over() -> None:
-    used = WindowSum("minute")
-    first, none = used.at(30)
-    assert none == 0
-    used.add(7, first.starts_at)
-    assert used.at(59.9) == (first, 7)
-    second, left = used.at(60)
-    assert (second.starts_at, left) == (60, 0)
-    used.add(5, first.starts_at)
-    assert used.at(61) == (second, 0)
-    assert used.at(10) == (second, 0), "a time before the window is its beginning"
 
 
 class Clocks:

@@ -45,7 +45,7 @@ def book() -> CallBook:
 
 
 def rows(book: CallBook) -> list[Row]:
-    return [call.row(0.0) for call in book.take()[1]]
+    return [call.row() for call in book.take()]
 
 
 def counted(book: CallBook, engine: SteppedEngine) -> bool:

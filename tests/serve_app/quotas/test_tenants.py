@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.quotas.tenant_quotas import TenantQuotas, read_quotas
+from serve_app.quotas.tenants import TenantQuotas, read_quotas
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.usage import Quota, QuotasSettings
 

@@ -1,0 +1,146 @@
+"""The accounts of a replica's calls: what they reserve of quotas, what they are charged, and their rows.
+
+A call is opened before anything is done with it, and ends once, with one count. The count settles its
+reservation and is written as its row; once the row is there, the service that keeps the quotas is told that
+the call is settled for good. So quotas and ledger have the same sums, whenever this process dies.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from serve_app.api.facts import Facts
+from serve_app.ledger.calls import Call, CallBook, Origin
+from serve_app.ledger.rows import Row
+from serve_app.ledger.writer import Ledger, Writer, new_book
+from serve_app.quotas.client import Handle, QuotaClient, RemoteStore
+from serve_app.quotas.counters import Charge, key_subject, tenant_subject
+from serve_app.relay.usage import RequestUsage
+from serve_app.settings.usage import Quota, UsageSettings
+
+SETTLE_S = 30.0
+"""Seconds in which the service of the quotas settles for a process that has died."""
+
+
+class Accounts:
+    """The accounts of one replica. It is made on the event loop of the replica.
+
+    Args:
+        model: Id of the model.
+        replica: The replica.
+        settings: The config's `args.usage`.
+        quotas: The handle of the Quotas deployment; None: there is none.
+
+    Attributes:
+        book: The calls.
+
+    Raises:
+        SettingsError: A package that the ledger needs is missing.
+    """
+
+    def __init__(
+        self, model: str, replica: str, settings: UsageSettings, quotas: Handle | None = None
+    ) -> None:
+        self.book: CallBook = new_book(model, replica)
+        self._rows = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._client: QuotaClient | None = None
+        if settings.quotas is not None and quotas is not None:
+            self._loop = asyncio.get_running_loop()
+            self._client = QuotaClient(
+                settings.quotas, RemoteStore(quotas), self.book.name, rows=lambda: self._rows
+            )
+            self._client.start()
+        self._writer = (
+            Writer(settings, self.book, written=self._written, died=self._died).start()
+            if settings.ledger
+            else None
+        )
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """The ledger; None: there is none."""
+        return None if self._writer is None else self._writer.ledger
+
+    def open(self, origin: Origin, usage: RequestUsage) -> Call:
+        """Return a new call, which has to be closed."""
+        return self.book.open(origin, usage)
+
+    def limits(self, call: Call, quota: Quota | None) -> bool:
+        """Return whether a call may have a quota: then `reserve` comes before it runs.
+
+        Args:
+            call: The call.
+            quota: The quota of its key, if it has one.
+        """
+        return self._client is not None and self._client.limits(call.origin.tenant, quota)
+
+    async def reserve(self, call: Call, quota: Quota | None, facts: Facts, context: int | None) -> None:
+        """Reserve the most that a call can use. Its end settles it.
+
+        Args:
+            call: The call.
+            quota: The quota of its key, if it has one.
+            facts: Its facts.
+            context: Context of the model, in tokens; None: it has none.
+
+        Raises:
+            RequestError: See `QuotaClient.reserve`.
+        """
+        if self._client is not None:
+            origin = call.origin
+            call.reservation = await self._client.reserve(
+                origin.tenant, facts.most(context), origin.key, quota
+            )
+
+    def headers(self, call: Call, quota: Quota | None) -> list[tuple[bytes, bytes]]:
+        """Return the rate limit headers of the answer to a call."""
+        if self._client is None:
+            return []
+        return self._client.headers(call.origin.tenant, call.origin.key, quota)
+
+    def flush(self) -> None:
+        """Write what the ledger has not got yet."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    async def stop(self) -> None:
+        """Write the last rows, and give back what is reserved."""
+        if self._writer is not None:
+            await asyncio.to_thread(self._writer.stop)
+        if self._client is not None:
+            await self._client.stop()
+
+    # In the threads of the writer
+
+    def _written(self, calls: Sequence[Call], rows: int) -> None:
+        reserved = [call.reservation for call in calls if call.reservation is not None]
+        if self._loop is None or self._loop.is_closed():
+            return
+
+        def tell() -> None:
+            self._rows = rows
+            for reservation in reserved:
+                reservation.written()
+
+        self._loop.call_soon_threadsafe(tell)
+
+    def _died(self, name: str, rows: Callable[[int], list[Row]]) -> None:
+        if self._client is None or self._loop is None:
+            return
+
+        async def charges(number: int) -> tuple[Charge, ...]:
+            return charges_of(await asyncio.to_thread(rows, number))
+
+        settling = asyncio.run_coroutine_threadsafe(self._client.settle(name, charges), self._loop)
+        settling.result(SETTLE_S)
+
+
+def charges_of(rows: Sequence[Row]) -> tuple[Charge, ...]:
+    """Return what rows have used of the quotas of their keys and tenants."""
+    sums: dict[str, tuple[int, int]] = {}
+    for row in rows:
+        subjects = [tenant_subject(row.tenant), *([key_subject(row.key)] if row.key else [])]
+        for subject in subjects:
+            tokens, requests = sums.get(subject, (0, 0))
+            sums[subject] = tokens + row.prompt_tokens + row.output_tokens, requests + 1
+    return tuple(Charge(subject, *used) for subject, used in sums.items())

@@ -1,0 +1,46 @@
+"""Rows of calls that were lost with their Engine, from the side of their callers."""
+
+import asyncio
+
+from serve_app.ledger.calls import origin_of
+from serve_app.ledger.writer import Writer, new_book
+from serve_app.relay.request import RelayRequest
+from serve_app.relay.usage import RequestUsage
+from serve_app.settings.usage import UsageSettings
+
+PREFIX = "caller-"
+"""Beginning of the names under which callers write."""
+
+
+class LostCalls:
+    """Writes a row for each call that died with its Engine's process, which can't write it.
+
+    Args:
+        settings: The config's `args.usage`.
+        replica: The replica that calls.
+    """
+
+    def __init__(self, settings: UsageSettings, replica: str) -> None:
+        self._book = new_book("", PREFIX + replica)
+        self._writer = (
+            # The rows of an Engine's process that has died settle its quotas, which is for another Engine.
+            Writer(settings, self._book, adopts=lambda name: name.startswith(PREFIX)).start()
+            if settings.ledger
+            else None
+        )
+
+    def add(self, model: str, request: RelayRequest) -> None:
+        """Add a call.
+
+        Args:
+            model: Its model.
+            request: The request.
+        """
+        if self._writer is not None:
+            usage = RequestUsage(ran=True)
+            self._book.open(origin_of(request)._replace(model=model), usage).close("lost")
+
+    async def stop(self) -> None:
+        """Write the last rows."""
+        if self._writer is not None:
+            await asyncio.to_thread(self._writer.stop)
