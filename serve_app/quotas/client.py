@@ -122,6 +122,7 @@ class QuotaClient:
         self._running: asyncio.Task[None] | None = None
         self._failing_since: float | None = None
         self._due = False
+        self._resting = True
 
     def start(self) -> None:
         """Begin to report, on the running loop. Further calls do nothing."""
@@ -232,7 +233,12 @@ class QuotaClient:
         if self._waiting:
             self._serve()
             self._report_soon()
-        elif self._wake is not None:
+        else:
+            self._changed()
+
+    def _changed(self) -> None:
+        """Have the service told in a moment."""
+        if self._resting and self._wake is not None:
             self._wake.set()
 
     def _limits_of(self, tenant: str, key: str, quota: Quota | None) -> list[Limits]:
@@ -244,8 +250,8 @@ class QuotaClient:
 
     def _take(self, limits: Sequence[Limits], tokens: int) -> Reservation | None:
         found = self._holder.take(limits, tokens)
-        if found is not None and self._wake is not None:
-            self._wake.set()
+        if found is not None:
+            self._changed()
         return found
 
     def _take_away(self, limits: Sequence[Limits], tokens: int) -> Reservation:
@@ -305,10 +311,13 @@ class QuotaClient:
         """Wait for so long, for less if a call takes something, and no longer if a report is due at once."""
         assert self._wake is not None
         began = self._monotonic()
+        # While a report comes soon, no call has to wake this task.
+        self._resting = seconds > POLL_S
         while not self._due and (left := began + seconds - self._monotonic()) > 0:
             if await wait_for_event(self._wake, left) or self._wake.is_set():
                 self._wake.clear()
                 seconds = min(seconds, self._pause_s())
+                self._resting = seconds > POLL_S
 
     def _pause_s(self) -> float:
         """Return the seconds to the next report."""

@@ -28,7 +28,7 @@ from tests.e2e.test_faults import ENGINE, INGRESS
 from tests.progress import ANSWER_S
 
 LOST_S = 1.0
-"""Seconds of which a crash may lose the tokens."""
+"""Seconds of which a crash may lose the rows."""
 
 FAULTS_S = 600.0
 """Length of the long run of faults."""
@@ -44,23 +44,24 @@ print(json.dumps(handle.generate.remote(body).result(timeout_s=60)["usage"]))
 
 @dataclass
 class Counters:
-    """vLLM's own counters of each Engine replica, as they were seen last.
+    """vLLM's own counters of each Engine replica, and its calls that have ended, as they were seen last.
 
     Attributes:
-        seen: By replica, the time of each look and the tokens in and out.
+        seen: By replica, the time of each look, the tokens in and out, and the calls.
     """
 
     url: str
-    seen: dict[str, list[tuple[float, int, int]]] = field(default_factory=dict)
+    seen: dict[str, list[tuple[float, int, int, int]]] = field(default_factory=dict)
 
     def look(self) -> set[str]:
         """Look at all replicas; return those that answer."""
         at = time.monotonic()
         found = httpx.get(f"{self.url}/stats", timeout=ANSWER_S).json()["models"]["demo"]["replicas"]
         for replica in found:
-            engine = replica["usage"]["engine"]
+            usage = replica["usage"]
+            calls = sum(sums["calls"] for sums in (usage["own"], *usage["tenants"].values()))
             seen = self.seen.setdefault(replica["replica"], [])
-            seen.append((at, engine["prompt"], engine["output"]))
+            seen.append((at, usage["engine"]["prompt"], usage["engine"]["output"], calls))
         return {replica["replica"] for replica in found}
 
     @contextmanager
@@ -81,12 +82,11 @@ class Counters:
             stop.set()
             thread.join()
 
-    def at_least(self, replica: str) -> tuple[int, int]:
-        """Return the tokens of a replica that has died which have to be in the ledger."""
+    def at_least(self, replica: str) -> int:
+        """Return the calls of a replica that has died whose rows have to be in the ledger."""
         seen = self.seen[replica]
         last = seen[-1][0] - LOST_S
-        _, prompt, output = max((each for each in seen if each[0] <= last), default=(0.0, 0, 0))
-        return prompt, output
+        return max((calls for at, _, _, calls in seen if at <= last), default=0)
 
 
 def folder(service: Service) -> Path:
@@ -161,7 +161,7 @@ def summed(service: Service) -> dict[str, int]:
 
 def replicas_agree(service: Service, counters: Counters) -> bool:
     """Return whether the ledger has what the counters of all living replicas say, to the token."""
-    return all(tokens(service, name) == counters.seen[name][-1][1:] for name in counters.look())
+    return all(tokens(service, name) == counters.seen[name][-1][1:3] for name in counters.look())
 
 
 async def compare(service: Service, faults: list[tuple[str, signal.Signals]], seconds: float) -> None:
@@ -196,15 +196,14 @@ async def compare(service: Service, faults: list[tuple[str, signal.Signals]], se
     dead = counters.seen.keys() - living
     assert living
     for name in sorted(counters.seen):
-        found_tokens, last = tokens(service, name), counters.seen[name][-1][1:]
+        found_tokens, last = tokens(service, name), counters.seen[name][-1][1:3]
         print(
             f"{name}: {'dead' if name in dead else 'living'}, ledger {found_tokens}, vLLM {last}", flush=True
         )
     for name in living:
-        assert tokens(service, name) == counters.seen[name][-1][1:]
+        assert tokens(service, name) == counters.seen[name][-1][1:3]
     for name in dead:
-        for found_count, least in zip(tokens(service, name), counters.at_least(name), strict=True):
-            assert found_count >= least
+        assert lines(service, "replica")[name,].total.calls >= counters.at_least(name)
 
     def outcomes_of_calls() -> dict[str, int]:
         return {values[0]: line.total.calls for values, line in lines(service, "outcome").items()}
