@@ -8,7 +8,7 @@ CONFIG ?= configs/local.yaml
 # Local wheels, where a machine has them, hold the CPU build of torch; elsewhere uv knows where it is.
 TORCH := $(if $(PIP_FIND_LINKS),$(foreach link,$(PIP_FIND_LINKS),--find-links $(link)),--torch-backend=cpu)
 
-.PHONY: help install serve configs test test-all pytest test-batcher service-tests tests-beside lint format check-vllm bench-batcher bench-serve bench-beside bench-batches bench-batches-live bench-batches-order bench-fleet bench-plan bench-turns bench-adapters bench-driver bench-attacks bench-gpu soak clean
+.PHONY: help install serve configs test test-all pytest test-batcher service-tests tests-beside lint format check-vllm bench bench-gpu soak clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -79,41 +79,8 @@ check-vllm: install ## Look for the names of vLLM that are used here in other re
 	@$(BIN)/uv pip install --quiet --python $(BIN)/python $(TORCH) --editable '.[bench]' && touch $@ \
 		|| echo "Some of what is compared can't be had from here; the benchmarks run without it."
 
-bench-batcher: install .venv/bench ## Measure the batcher beside others; ARGS="--quick", ARGS="--help".
-	@$(BIN)/python -m tests.benchmarks.batcher $(ARGS)
-
-bench-serve: install .venv/bench ## Measure the service beside others; ARGS="--quick", ARGS="--help".
-	@$(BIN)/python -m tests.benchmarks.serve $(ARGS)
-
-bench-beside: install .venv/bench ## Measure live traffic beside batch rows on simulated devices; ARGS="--help".
-	@$(BIN)/python -m tests.benchmarks.beside $(ARGS)
-
-bench-batches: install ## Measure the batch API under its largest files; ARGS="--help".
-	@$(BIN)/python -m tests.benchmarks.batches $(ARGS)
-
-bench-batches-live: install ## Measure the batch API of a real service beside the driver and live traffic; ARGS="--help".
-	@$(BIN)/python -m tests.benchmarks.batches.live $(ARGS)
-
-bench-batches-order: install ## Measure batches whose rows share prefixes, in virtual time; ARGS="--help".
-	@$(BIN)/python -m tests.benchmarks.batches.order $(ARGS)
-
-bench-fleet: install ## Measure a fleet of simulated engines on this machine; ARGS="--help".
-	@$(BIN)/python -m tests.benchmarks.fleet $(ARGS)
-
-bench-plan: install ## Compare the plans of `saturate plan` with runs on a simulated device; ARGS="--help".
-	@$(BIN)/python -m tests.benchmarks.plan $(ARGS)
-
-bench-turns: install .venv/bench ## Simulate models that take turns, in virtual time; ARGS="--help".
-	@$(BIN)/python -m tests.benchmarks.turns $(ARGS)
-
-bench-adapters: install ## Measure LoRA adapters beside vllm serve, and a flood on one; ARGS="--quick", ARGS="--help".
-	@$(BIN)/python -m tests.benchmarks.adapters $(ARGS)
-
-bench-driver: install ## Measure the driver; ARGS="--help".
-	@$(BIN)/python -m tests.benchmarks.driver $(ARGS)
-
-bench-attacks: install ## Measure one tenant's requests beside another's attacks; ARGS="--help".
-	@$(BIN)/python -m tests.benchmarks.attacks $(ARGS)
+bench: install .venv/bench ## Run the benchmark NAME, such as serve; ARGS="--help". Without NAME, list them.
+	@$(BIN)/python -m tests.benchmarks$(NAME:%=.%) $(ARGS)
 
 bench-gpu: .venv-gpu/installed ## Measure the service beside others with a model of 7B, on a GPU.
 	@.venv-gpu/bin/python -m tests.benchmarks.serve --model 7b $(ARGS)

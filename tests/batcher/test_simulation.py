@@ -6,7 +6,7 @@ from many tenants and one greedy one, in three priority classes; some requests c
 cancelled. The rules are checked at every step of the run, what follows from them at its end.
 
 There is a replica to a thousand requests.
-`make bench-batcher` runs it too, and says how fast it was.
+`make bench NAME=batcher` runs it too, and says how fast it was.
 """
 
 import heapq

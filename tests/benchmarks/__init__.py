@@ -1,1 +1,1 @@
-"""Benchmarks, each a command such as `make bench-batcher`: they print tables and write `results/*.json`."""
+"""Benchmarks, each a command such as `make bench NAME=batcher`: tables, and files in `results/`."""

@@ -43,9 +43,9 @@ beyond the capacity of the engine; and beside that flood when all requests name 
 go in order of arrival. The p99 is that of the seven.
 
 examples:
-  make bench-adapters ARGS="--quick"
-  make bench-adapters ARGS="--only throughput --device none"
-  make bench-adapters ARGS="--only flood --light 0.35 --times 10"
+  make bench NAME=adapters ARGS="--quick"
+  make bench NAME=adapters ARGS="--only throughput --device none"
+  make bench NAME=adapters ARGS="--only flood --light 0.35 --times 10"
 """
 
 

@@ -47,7 +47,7 @@ Choice of options: with the defaults it takes about ten minutes. `--quick` is fo
 Raise `--pairs` when ranges are wide; `--records` below 20,000 measures the start more than the run.
 
 examples:
-  make bench-batcher
+  make bench NAME=batcher
   python -m tests.benchmarks.batcher --only per-record --pairs 11
   python -m tests.benchmarks.batcher --quick --check
 """

@@ -8,7 +8,7 @@ from typing import Any
 
 ProcessFn = Callable[[list[int]], Awaitable[list[int]]]
 
-NO_FLYTE = "flyte is not installed, so it is left out (`make bench-batcher` installs it)"
+NO_FLYTE = "flyte is not installed, so it is left out (`make bench NAME=batcher` installs it)"
 
 
 def flyte_batcher() -> Any | None:

@@ -56,8 +56,8 @@ a machine that others use changes within minutes. A p99 takes some hundreds of r
 --rate.
 
 examples:
-  make bench-batches-live
-  make bench-batches-live ARGS="--only beside --model l4-7b --seconds 60"
+  make bench NAME=batches.live
+  make bench NAME=batches.live ARGS="--only beside --model l4-7b --seconds 60"
 """
 
 

@@ -28,9 +28,9 @@ A finished run is written at once, and is not made again: the command goes on wh
 the runs that it names again. `--sweep` adds runs with other goals, which the plot shows as a line.
 
 examples:
-  make bench-beside ARGS="--dry-run"
-  make bench-beside ARGS="--only 'l4-64-64/*' l4/live-alone"
-  make bench-beside ARGS="--sweep --tree window=../earlier"
+  make bench NAME=beside ARGS="--dry-run"
+  make bench NAME=beside ARGS="--only 'l4-64-64/*' l4/live-alone"
+  make bench NAME=beside ARGS="--sweep --tree window=../earlier"
 """
 
 

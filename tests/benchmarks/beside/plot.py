@@ -41,7 +41,7 @@ def draw(results: Path) -> str:
     Cases with a sweep are drawn; without any, the others.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        return "no plot: matplotlib is not installed (`make bench-beside` installs it)"
+        return "no plot: matplotlib is not installed (`make bench NAME=beside` installs it)"
     import matplotlib
 
     matplotlib.use("agg")

@@ -153,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         choices=names,
         metavar="RUN",
         default="h100-64-256/saturate",
-        help="a run of this project, as bench-beside lists them (h100-64-256/saturate)",
+        help="a run of this project, as `make bench NAME=beside` lists them (h100-64-256/saturate)",
     )
     parser.add_argument("--seconds", type=float, help="seconds of the run, and most of its warm-up")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the JSON file")

@@ -1,4 +1,4 @@
-"""Command line of the driver's benchmark: python -m tests.benchmarks.driver --help."""
+"""Command line of the benchmark of datasets: python -m tests.benchmarks.datasets --help."""
 
 import argparse
 import json
@@ -97,7 +97,7 @@ class Bench:
     def _ray_data(self, file: Path, stage: str) -> float:
         out = self._folder / "stage.json"
         self._service.run(
-            [sys.executable, "-m", "tests.benchmarks.driver.stages", str(file), str(out), stage]
+            [sys.executable, "-m", "tests.benchmarks.datasets.stages", str(file), str(out), stage]
         )
         seconds, results = json.loads(out.read_text())
         self._check([results[json.loads(line)["id"]] for line in file.read_text().splitlines()])
@@ -114,7 +114,7 @@ class Bench:
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.benchmarks.driver",
+        prog="python -m tests.benchmarks.datasets",
         description="Measure a dataset through the driver beside LLM.generate in a process and Ray Data "
         "stages: the demo model on the CPU, 10 calls of 50 prompts at once.",
     )
@@ -173,7 +173,7 @@ def running(folder: Path) -> Iterator[Service]:
     config = yaml.safe_load((ROOT / "configs/local.yaml").read_text())
     (app,) = config["applications"]
     app["args"].pop("batches")
-    app["import_path"] = "tests.benchmarks.driver.streaming:build"
+    app["import_path"] = "tests.benchmarks.datasets.streaming:build"
     app["runtime_env"]["env_vars"]["PYTHONPATH"] = str(ROOT)
     for deployment in app["deployments"]:
         deployment["ray_actor_options"]["num_cpus"] /= 4
@@ -198,7 +198,7 @@ def offline(folder: Path) -> Iterator[Callable[[Path], Any]]:
     own = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
     with (folder / "offline.log").open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.benchmarks.driver.offline", json.dumps(engine), str(pipe)],
+            [sys.executable, "-m", "tests.benchmarks.datasets.offline", json.dumps(engine), str(pipe)],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,

@@ -36,7 +36,7 @@ two cores, and what is measured is how the Ingress replicas share the streams ou
 tokens in and --tokens out. The spread is the tokens of the replica that has most, divided by the mean.
 
 example:
-  make bench-fleet ARGS="--engines 8 --streams 256"
+  make bench NAME=fleet ARGS="--engines 8 --streams 256"
 """
 
 

@@ -31,9 +31,9 @@ not by chance. A service serves all runs of its device. --model-ms tries another
 engine in the model alone (`request_ms` of the profile).
 
 examples:
-  make bench-plan
-  make bench-plan ARGS="--device h100-8b --only short --load 75 --rounds 1 --seconds 20"
-  make bench-plan ARGS="--device l4-7b --input 256 --output 64 --load 50 --load 90"
+  make bench NAME=plan
+  make bench NAME=plan ARGS="--device h100-8b --only short --load 75 --rounds 1 --seconds 20"
+  make bench NAME=plan ARGS="--device l4-7b --input 256 --output 64 --load 50 --load 90"
 """
 
 

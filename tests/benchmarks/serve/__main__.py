@@ -30,9 +30,9 @@ name loads and servers for less. `--quick` is for a check after a change. Take f
 numbers to keep, on a machine without other load; more if ranges are wide.
 
 examples:
-  make bench-serve
-  make bench-serve ARGS="--device h100-8b"
-  make bench-serve ARGS="--only stream-32 --server saturate --server 'vllm serve' --rounds 3"
+  make bench NAME=serve
+  make bench NAME=serve ARGS="--device h100-8b"
+  make bench NAME=serve ARGS="--only stream-32 --server saturate --server 'vllm serve' --rounds 3"
   make bench-gpu ARGS="--rounds 3"
 """
 

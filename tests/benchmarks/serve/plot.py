@@ -15,7 +15,7 @@ SHOWN = (("tokens_per_s",), ("ttft_p99_ms", "latency_p50_ms"), ("cpu",))
 def draw(results: Path) -> str:
     """Draw a JSON file of results into a PNG beside it; return a message for the user."""
     if importlib.util.find_spec("matplotlib") is None:
-        return "no plot: matplotlib is not installed (`make bench-serve` installs it)"
+        return "no plot: matplotlib is not installed (`make bench NAME=serve` installs it)"
     import matplotlib
 
     matplotlib.use("agg")

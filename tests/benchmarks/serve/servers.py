@@ -127,7 +127,7 @@ def vllm_serve(model: Model, folder: Path) -> Iterator[Server]:
 def seeds(model: Model, folder: Path) -> Iterator[Server]:
     """Run the seeds' design: one batcher of fixed batches in front of `LLM.generate`."""
     if importlib.util.find_spec("flyte") is None:
-        raise UnavailableError("the package flyte is not installed (`make bench-serve` installs it)")
+        raise UnavailableError("the package flyte is not installed (`make bench NAME=serve` installs it)")
     port = free_port()
     command = [sys.executable, "-m", "tests.benchmarks.serve.static", str(port), json.dumps(model.offline)]
     with over_http("seeds' design", command, port, folder, env=model.env) as server:

@@ -23,7 +23,7 @@ A device serves while steps run; its share of the time counts while there is wor
 request's arrival to its first token.
 
 example:
-  make bench-turns ARGS="--load 20 --rounds 9"
+  make bench NAME=turns ARGS="--load 20 --rounds 9"
 """
 
 

@@ -19,7 +19,7 @@ def draw(path: Path, run: Run, seconds: float) -> str:
         seconds: Seconds to draw.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        return "no plot: matplotlib is not installed (`make bench-turns` installs it)"
+        return "no plot: matplotlib is not installed (`make bench NAME=turns` installs it)"
     import matplotlib
 
     matplotlib.use("agg")
