@@ -8,6 +8,7 @@ the call is settled for good. So quotas and ledger have the same sums, whenever 
 import asyncio
 from collections.abc import Callable, Sequence
 
+from serve_app.api.errors import RequestError
 from serve_app.api.facts import Facts
 from serve_app.ledger.calls import Call, CallBook, Origin
 from serve_app.ledger.rows import Row
@@ -16,6 +17,12 @@ from serve_app.quotas.client import Handle, QuotaClient, RemoteStore
 from serve_app.quotas.counters import Charge, key_subject, tenant_subject
 from serve_app.relay.usage import RequestUsage
 from serve_app.settings.usage import Quota, UsageSettings
+
+BY_QUOTA = (b"x-saturate-refused-by", b"quota")
+"""Header of a refusal by a quota: the engines may have room."""
+
+FULL = 429
+"""Status of a call for which there is no room now."""
 
 SETTLE_S = 30.0
 """Seconds in which the service of the quotas settles for a process that has died."""
@@ -86,17 +93,23 @@ class Accounts:
         Raises:
             RequestError: See `QuotaClient.reserve`.
         """
-        if self._client is not None:
-            origin = call.origin
+        if self._client is None:
+            return
+        origin = call.origin
+        try:
             call.reservation = await self._client.reserve(
                 origin.tenant, facts.most(context), origin.key, quota
             )
+        except RequestError as error:
+            call.over_quota = error.status == FULL
+            raise
 
     def headers(self, call: Call, quota: Quota | None) -> list[tuple[bytes, bytes]]:
-        """Return the rate limit headers of the answer to a call."""
+        """Return the rate limit headers of the answer to a call that `reserve` was asked for."""
         if self._client is None:
             return []
-        return self._client.headers(call.origin.tenant, call.origin.key, quota)
+        headers = self._client.headers(call.origin.tenant, call.origin.key, quota)
+        return [*headers, BY_QUOTA] if call.over_quota else headers
 
     def flush(self) -> None:
         """Write what the ledger has not got yet."""

@@ -30,7 +30,7 @@ from serve_app.engine.turns import EngineTurns, Place, asking
 from serve_app.engine.watchdog import EngineWatch, LoopWatch
 from serve_app.ledger.calls import Call, origin_of
 from serve_app.ledger.metrics import UsageMetrics
-from serve_app.quotas.client import BY_QUOTA, Handle
+from serve_app.quotas.client import Handle
 from serve_app.relay.frame import KEEP_ALIVE, LOST, pack_error, split, with_headers
 from serve_app.relay.keepalive import with_keepalive
 from serve_app.relay.request import RelayRequest
@@ -237,8 +237,6 @@ class Engine:
                                 yield message
                     answer = self._openai.answer(job)
             except RequestError as error:
-                if self._limited(job) and recorded.reservation is None and error.status == 429:
-                    headers = [*headers, BY_QUOTA]
                 yield with_headers(pack_error(error, path), headers)
                 return
             async with aclosing(answer) as messages:

@@ -28,7 +28,7 @@ from serve_app.engine.replica import (
 from serve_app.engine.watchdog import LoopWatch
 from serve_app.ledger.calls import Call, Origin, origin_of
 from serve_app.ledger.metrics import UsageMetrics
-from serve_app.quotas.client import BY_QUOTA, Handle
+from serve_app.quotas.client import Handle
 from serve_app.relay.frame import KEEP_ALIVE, pack_error, split, with_headers
 from serve_app.relay.keepalive import with_keepalive
 from serve_app.relay.request import RelayRequest
@@ -122,9 +122,9 @@ class FunctionEngine:
                 await self._reserve(call, request.quota)
             except RequestError as error:
                 body.close()
-                headers = self._accounts.headers(call, request.quota)
-                refused = [BY_QUOTA] if error.status == 429 else []
-                yield with_headers(pack_error(error, request.path), [*headers, *refused])
+                yield with_headers(
+                    pack_error(error, request.path), self._accounts.headers(call, request.quota)
+                )
                 return
             headers = self._accounts.headers(call, request.quota)
             async with aclosing(with_keepalive(answer(body, usage, request))) as messages:

@@ -18,6 +18,7 @@ from serve_app.api.protocol import JSON
 from serve_app.api.routes import MOVED
 from serve_app.api.scheduling import Scheduling
 from serve_app.auth.key_store import KeyStore
+from serve_app.engine.accounts import BY_QUOTA
 from serve_app.ingress.body import look
 from serve_app.ingress.models import ServedModels
 from serve_app.ingress.relay import (
@@ -34,7 +35,6 @@ from serve_app.ingress.status import Health, replica_stats
 from serve_app.jobs.pacing import EngineLoad, engine_load
 from serve_app.jobs.rows import Answer, QuotaError
 from serve_app.ledger.callers import LostCalls
-from serve_app.quotas.client import BY_QUOTA
 from serve_app.relay.frame import Head
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.schema import Settings

@@ -117,19 +117,30 @@ class Call:
         usage: Its usage, which the row reads.
         reservation: Its reservation; None: it has no quota.
         admitted: Whether it counts as a request, also if it runs nothing.
+        over_quota: Whether its quotas have nothing left for it now.
         number: Number in the book.
         outcome: The worst one of its slots and of its answer.
         time: When it ended, in seconds since the epoch; 0: it has not.
     """
 
-    __slots__ = ("_book", "admitted", "number", "origin", "outcome", "reservation", "time", "usage")
+    __slots__ = (
+        "_book",
+        "admitted",
+        "number",
+        "origin",
+        "outcome",
+        "over_quota",
+        "reservation",
+        "time",
+        "usage",
+    )
 
     def __init__(self, book: "CallBook", origin: Origin, usage: RequestUsage, number: int) -> None:
         self._book = book
         self.origin = origin
         self.usage = usage
         self.reservation: Reservation | None = None
-        self.admitted = False
+        self.admitted = self.over_quota = False
         self.number = number
         self.outcome: Outcome = "ok"
         self.time = 0.0

@@ -51,9 +51,6 @@ RETRY_S = 0.25
 LEAST_RETRY_S = 0.1
 """Least time after which a call is told to try again, in seconds."""
 
-BY_QUOTA = (b"x-saturate-refused-by", b"quota")
-"""Header of a refusal by a quota: the engines may have room."""
-
 _HEADERS = [
     (kind, [f"x-ratelimit-{value}-{kind}".encode() for value in ("limit", "remaining", "reset")])
     for kind in ("requests", "tokens")

@@ -15,13 +15,12 @@ from serve_app.api.errors import EngineLostError, RequestError
 from serve_app.api.facts import Facts
 from serve_app.api.protocol import GenerateRequest, GenerateResponse, Usage
 from serve_app.api.scheduling import Scheduling
-from serve_app.engine.accounts import Accounts
+from serve_app.engine.accounts import BY_QUOTA, Accounts
 from serve_app.engine.deployment import Engine
 from serve_app.engine.door import Door
 from serve_app.engine.job import Job, current
 from serve_app.engine.openai import OpenAI
 from serve_app.ledger.rows import Row
-from serve_app.quotas.client import BY_QUOTA
 from serve_app.relay.frame import KEEP_ALIVE, LOST, MAX_BODY_BYTES, Piece, unpack
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import Tokens

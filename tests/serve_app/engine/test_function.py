@@ -14,6 +14,7 @@ from ray import serve
 from serve_app.api.errors import RequestError
 from serve_app.api.scheduling import Scheduling
 from serve_app.engine import function
+from serve_app.engine.accounts import Accounts
 from serve_app.engine.function import FunctionEngine
 from serve_app.engine.watchdog import LoopWatch
 from serve_app.ledger.rows import Row
@@ -22,7 +23,9 @@ from serve_app.relay.frame import unpack
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.models import FunctionSettings
 from serve_app.settings.schema import SettingsError, parse
+from serve_app.settings.usage import Quota, QuotasSettings, UsageSettings
 from tests.progress import STILL_S
+from tests.serve_app.quotas.fleet import QuotasHandle
 
 
 class Upper:
@@ -416,3 +419,19 @@ async def test_a_refused_call_of_a_function_has_no_row(upper: FunctionEngine) ->
     status, _, _ = await relay(upper, "/process", {"records": []})
     assert status == 400
     assert rows(upper) == []
+
+
+async def test_a_call_of_a_function_counts_as_one_request_of_its_tenant(upper: FunctionEngine) -> None:
+    quota = Quota(requests_per_minute=2)
+    handle = QuotasHandle(QuotasSettings(tenants={"acme": quota}, folder="/nowhere"))
+    upper._accounts = Accounts("m", "", UsageSettings(quotas=handle.settings), handle)
+    acme = Scheduling(1, "acme")
+    await upper.process({"records": ["a"], "tenant": "acme"})
+    status, _, headers = await relay(upper, "/process", {"records": ["a", "b"]}, acme)
+    assert (status, headers[b"x-ratelimit-limit-requests"]) == (200, b"2")
+    status, body, headers = await relay(upper, "/process", {"records": ["a"]}, acme)
+    assert (status, headers[b"x-saturate-refused-by"]) == (429, b"quota")
+    assert body["error"]["message"].startswith("tenant acme: requests_per_minute 2: ")
+    status, _, headers = await relay(upper, "/process", {"records": ["a"]}, Scheduling(1, "other"))
+    assert (status, [name for name in headers if name.startswith(b"x-ratelimit")]) == (200, [])
+    await upper._accounts.stop()

@@ -18,6 +18,7 @@ from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import TIER_PRIORITY, Scheduling
 from serve_app.auth.key_store import KeyStore
 from serve_app.auth.keys import hash_key
+from serve_app.engine.accounts import BY_QUOTA
 from serve_app.ingress import relay
 from serve_app.ingress.body import LARGE_BYTES
 from serve_app.ingress.relay import PoisonError
@@ -28,7 +29,6 @@ from serve_app.jobs.pacing import RETRYABLE, EngineLoad
 from serve_app.jobs.rows import Answer, QuotaError
 from serve_app.ledger.callers import LostCalls
 from serve_app.ledger.report import LedgerFiles
-from serve_app.quotas.client import BY_QUOTA
 from serve_app.relay.frame import Head, pack, pack_error, with_headers
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.schema import parse
