@@ -46,19 +46,10 @@ def _list_option(name: str, help: str, metavar: str) -> Callable[[Command], Comm
     return click.option(name, multiple=True, metavar=f"{metavar}[,{metavar}]", help=f"{help}  [default: all]")
 
 
-LIMITS = {
-    "tokens_per_minute": "Most tokens of prompts and answers in a minute",
-    "tokens_per_day": "Most tokens in a day",
-    "tokens_per_month": "Most tokens in a month",
-    "requests_per_minute": "Most requests in a minute",
-    "max_concurrency": "Most requests in flight",
-}
-"""The limits of a quota, in words."""
-
-
 def _limit_options(command: Command) -> Command:
     """Add an option for each limit of a quota."""
-    for name, about in reversed(LIMITS.items()):
+    for name, field in reversed(Quota.model_fields.items()):
+        about = str(field.description).rstrip(".")
         command = click.option(
             f"--{name.replace('_', '-')}",
             type=int,

@@ -81,39 +81,53 @@ def _expiry(value: object) -> datetime:
 
 
 class Key(Strict):
-    """One API key, as the hash of its secret, and the requests that it allows.
+    """One API key, as the hash of its secret, and the requests that it allows."""
 
-    Attributes:
-        name: The holder's name, for messages and logs. Unique.
-        sha256: The hash of the secret, in hex, or the hashes of two secrets that both hold.
-        tenant: Tenant of the key's requests; tenants share the engines fairly.
-        weight: The tenant's share of an engine relative to the other tenants; by default that of the model's
-            `batcher.tenant_weights`. All keys of a tenant that state a weight state the same one.
-        any_tenant: Requests may name other tenants: for a gateway that serves several.
-        tiers: Service tiers that requests may use. One that names no tier gets `default`, or the first of
-            these if `default` is not among them.
-        models: Ids of the models and adapters that requests may name; by default all.
-        allow_from: Ranges of addresses from which clients may use the key; by default all.
-        expires: Moment, in UTC, from which on the key is invalid; by default never.
-        disabled: The key is invalid, until this changes.
-        admin: The key may list the keys, read what all have used, and load and unload adapters.
-        quota: Limits for all replicas together; needs `args.usage.quotas`.
-        batches: Limits on files and batches, in place of those of `args.batches`.
-    """
-
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$")]
-    sha256: Hashes
-    tenant: Tenant
-    weight: Weight | None = None
-    any_tenant: Flag = False
-    tiers: Annotated[tuple[Tier, ...], Field(min_length=1)] = ("priority", "default", "flex")
-    models: Annotated[tuple[ServedId, ...], Field(min_length=1)] | None = None
-    allow_from: Annotated[tuple[Network, ...], Field(min_length=1)] | None = None
-    expires: Annotated[datetime, PlainValidator(_expiry)] | None = None
-    disabled: Flag = False
-    admin: Flag = False
-    quota: Quota | None = None
-    batches: BatchLimits | None = None
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$")] = Field(
+        description="The holder's name, for messages and logs. Unique."
+    )
+    sha256: Hashes = Field(
+        description="The hash of the secret, in hex, or the hashes of two secrets that both hold."
+    )
+    tenant: Tenant = Field(description="Tenant of the key's requests; tenants share the engines fairly.")
+    weight: Weight | None = Field(
+        default=None,
+        description=(
+            "The tenant's share of an engine relative to the other tenants; by default that of the "
+            "model's `batcher.tenant_weights`. All keys of a tenant that state a weight state the "
+            "same one."
+        ),
+    )
+    any_tenant: Flag = Field(
+        default=False, description="Requests may name other tenants: for a gateway that serves several."
+    )
+    tiers: Annotated[tuple[Tier, ...], Field(min_length=1)] = Field(
+        default=("priority", "default", "flex"),
+        description=(
+            "Service tiers that requests may use. One that names no tier gets `default`, or the first "
+            "of these if `default` is not among them."
+        ),
+    )
+    models: Annotated[tuple[ServedId, ...], Field(min_length=1)] | None = Field(
+        default=None, description="Ids of the models and adapters that requests may name; by default all."
+    )
+    allow_from: Annotated[tuple[Network, ...], Field(min_length=1)] | None = Field(
+        default=None, description="Ranges of addresses from which clients may use the key; by default all."
+    )
+    expires: Annotated[datetime, PlainValidator(_expiry)] | None = Field(
+        default=None, description="Moment, in UTC, from which on the key is invalid; by default never."
+    )
+    disabled: Flag = Field(default=False, description="The key is invalid, until this changes.")
+    admin: Flag = Field(
+        default=False,
+        description="The key may list the keys, read what all have used, and load and unload adapters.",
+    )
+    quota: Quota | None = Field(
+        default=None, description="Limits for all replicas together; needs `args.usage.quotas`."
+    )
+    batches: BatchLimits | None = Field(
+        default=None, description="Limits on files and batches, in place of those of `args.batches`."
+    )
 
     @property
     def hashes(self) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ COMMANDS = {
         "Find the highest load that holds latency goals, and settings for it.",
     ),
     "profile": ("serve_app.cli.profile:profile", "Measure the profile of a device that runs."),
+    "schema": ("serve_app.cli.schema:schema", "Print the JSON Schema of configs, for editors."),
     "stop": ("serve_app.cli.stop:stop", "Stop the services that run on this machine."),
 }
 """Place of each subcommand, and its line in the help text."""

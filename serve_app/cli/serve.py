@@ -185,6 +185,10 @@ def serve(
         return launch(Path(file.name), verbose=verbose, log_format=log_format)
 
 
+MODELINE = "# yaml-language-server:"
+"""Beginning of a line that tells editors the schema of a file."""
+
+
 def _complete_text(name: str) -> str:
     """Return a config with what it leaves out, for Ray Serve's own commands and KubeRay.
 
@@ -196,11 +200,14 @@ def _complete_text(name: str) -> str:
 
     path = Path(name)
     read_config(path)
+    lines = path.read_text().splitlines(keepends=True)
+    # The path of the schema is that of an editor with the config; the copy may stand elsewhere.
+    text = "".join(line for line in lines if not line.startswith(MODELINE))
     return (
         "# For `serve run`, `serve deploy` and KubeRay: a config with all that `saturate serve` adds to it.\n"
         "# Change the config, not this file, and print it anew:\n"
         f"#   saturate serve {shlex.quote(name)} --print-config\n\n"
-        f"{completed(path.read_text())}"
+        f"{completed(text)}"
     )
 
 

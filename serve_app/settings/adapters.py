@@ -7,6 +7,7 @@ from typing import Annotated
 
 from pydantic import (
     AfterValidator,
+    Field,
 )
 
 from serve_app.api.protocol import Flag
@@ -39,17 +40,22 @@ def _adapter_source(source: str) -> str:
 
 
 class AdapterSettings(Strict):
-    """A LoRA adapter of a language model, in PEFT's file format.
+    """A LoRA adapter of a language model, in PEFT's file format."""
 
-    Attributes:
-        source: A directory, a Hugging Face id, a URL such as `s3://BUCKET/PATH`, or `saturate://demo/NAME`.
-        id: The name that clients put in `model`; by default `MODEL:NAME`, with the last part of `source`.
-        pinned: It keeps its slot in the engine, whatever else is asked for.
-    """
-
-    source: Annotated[str, AfterValidator(_adapter_source)]
-    id: ServedId | None = None
-    pinned: Flag = False
+    source: Annotated[str, AfterValidator(_adapter_source)] = Field(
+        description=(
+            "A directory, a Hugging Face id, a URL such as `s3://BUCKET/PATH`, or `saturate://demo/NAME`."
+        )
+    )
+    id: ServedId | None = Field(
+        default=None,
+        description=(
+            "The name that clients put in `model`; by default `MODEL:NAME`, with the last part of `source`."
+        ),
+    )
+    pinned: Flag = Field(
+        default=False, description="It keeps its slot in the engine, whatever else is asked for."
+    )
 
     @property
     def name(self) -> str:

@@ -23,45 +23,62 @@ def _database(url: str) -> str:
 
 
 class BatchesSettings(Strict):
-    """Files and batches of OpenAI's API, in a deployment of their own, `Batches`.
+    """Files and batches of OpenAI's API, in a deployment of their own, `Batches`."""
 
-    Attributes:
-        folder: Directory of the state and the contents, on a volume that outlives the node; it is created
-            if missing. One service has it at a time.
-        content: Directory or URL of the contents, in place of the folder: `s3://BUCKET/PREFIX`, `gs://...`.
-        database: URL of a PostgreSQL database for the state, in place of SQLite in the folder.
-        database_env: Environment variable with that URL, which may hold a password.
-        max_file_bytes: Largest upload.
-        max_tenant_bytes: Most bytes of all uploads of a tenant.
-        max_files: Most uploads of a tenant.
-        max_lines: Most rows of a batch.
-        max_line_bytes: Most bytes of a row.
-        max_open_batches: Most batches of a tenant that haven't ended.
-        max_batches: Most batches of a tenant; the oldest that ended are deleted, with their results, for new
-            ones.
-        retention_s: Seconds after which a file is deleted, if its upload doesn't say, and a batch, from the
-            end of its window on.
-        max_result_bytes: Most bytes of all result files of a tenant; the oldest are deleted beyond it.
-        max_rows_in_flight: Most rows at the engines of one model at once.
-        deadlines: What becomes of a new batch whose completion window surely doesn't hold: `warn` says so in
-            its `warnings`, `refuse` answers 400 with the shortest window that holds.
-    """
-
-    folder: Folder
-    content: FolderOrURL | None = None
-    database: Annotated[str, AfterValidator(_database)] | None = None
-    database_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
-    max_file_bytes: Positive = 200 << 20
-    max_tenant_bytes: Positive = 20 << 30
-    max_files: Positive = 10_000
-    max_lines: Positive = 50_000
-    max_line_bytes: Positive = 4 << 20
-    max_open_batches: Positive = 100
-    max_batches: Positive = 10_000
-    retention_s: Annotated[int, Field(strict=True, ge=3600)] = 30 * DAY_S
-    max_result_bytes: Positive = 100 << 30
-    max_rows_in_flight: Positive = 1024
-    deadlines: Literal["warn", "refuse"] = "warn"
+    folder: Folder = Field(
+        description=(
+            "Directory of the state and the contents, on a volume that outlives the node; it is "
+            "created if missing. One service has it at a time."
+        )
+    )
+    content: FolderOrURL | None = Field(
+        default=None,
+        description=(
+            "Directory or URL of the contents, in place of the folder: `s3://BUCKET/PREFIX`, `gs://...`."
+        ),
+    )
+    database: Annotated[str, AfterValidator(_database)] | None = Field(
+        default=None,
+        description="URL of a PostgreSQL database for the state, in place of SQLite in the folder.",
+    )
+    database_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = Field(
+        default=None, description="Environment variable with that URL, which may hold a password."
+    )
+    max_file_bytes: Positive = Field(default=200 << 20, description="Largest upload.")
+    max_tenant_bytes: Positive = Field(default=20 << 30, description="Most bytes of all uploads of a tenant.")
+    max_files: Positive = Field(default=10_000, description="Most uploads of a tenant.")
+    max_lines: Positive = Field(default=50_000, description="Most rows of a batch.")
+    max_line_bytes: Positive = Field(default=4 << 20, description="Most bytes of a row.")
+    max_open_batches: Positive = Field(
+        default=100, description="Most batches of a tenant that haven't ended."
+    )
+    max_batches: Positive = Field(
+        default=10_000,
+        description=(
+            "Most batches of a tenant; the oldest that ended are deleted, with their results, for new ones."
+        ),
+    )
+    retention_s: Annotated[int, Field(strict=True, ge=3600)] = Field(
+        default=30 * DAY_S,
+        description=(
+            "Seconds after which a file is deleted, if its upload doesn't say, and a batch, from the "
+            "end of its window on."
+        ),
+    )
+    max_result_bytes: Positive = Field(
+        default=100 << 30,
+        description="Most bytes of all result files of a tenant; the oldest are deleted beyond it.",
+    )
+    max_rows_in_flight: Positive = Field(
+        default=1024, description="Most rows at the engines of one model at once."
+    )
+    deadlines: Literal["warn", "refuse"] = Field(
+        default="warn",
+        description=(
+            "What becomes of a new batch whose completion window surely doesn't hold: `warn` says so "
+            "in its `warnings`, `refuse` answers 400 with the shortest window that holds."
+        ),
+    )
 
     @model_validator(mode="after")
     def _agree_with_each_other(self) -> "BatchesSettings":
@@ -81,16 +98,13 @@ class BatchesSettings(Strict):
 
 
 class BatchLimits(Strict):
-    """Limits of an API key on files and batches, in place of those of `BatchesSettings`.
+    """Limits of an API key on files and batches, in place of those of `BatchesSettings`."""
 
-    Attributes:
-        max_file_bytes: Largest upload.
-        max_tenant_bytes: Most bytes of all uploads of its tenant when it adds one.
-        max_lines: Most rows of a batch.
-        max_open_batches: Most batches of its tenant that haven't ended when it creates one.
-    """
-
-    max_file_bytes: Positive | None = None
-    max_tenant_bytes: Positive | None = None
-    max_lines: Positive | None = None
-    max_open_batches: Positive | None = None
+    max_file_bytes: Positive | None = Field(default=None, description="Largest upload.")
+    max_tenant_bytes: Positive | None = Field(
+        default=None, description="Most bytes of all uploads of its tenant when it adds one."
+    )
+    max_lines: Positive | None = Field(default=None, description="Most rows of a batch.")
+    max_open_batches: Positive | None = Field(
+        default=None, description="Most batches of its tenant that haven't ended when it creates one."
+    )

@@ -21,34 +21,50 @@ def _origin(url: str) -> str:
 
 
 class IngressSettings(Strict):
-    """Limits of the HTTP side.
+    """Limits of the HTTP side."""
 
-    Attributes:
-        max_body_bytes: Largest request body; a larger one is answered 413.
-        max_bytes_in_flight: Most bytes of all request bodies that one Ingress replica holds, from their
-            arrival to the end of their answers; beyond it 503. By default eight times `max_body_bytes`.
-        body_timeout_s: Seconds within which a request body has to arrive; a slower one is answered 408.
-        max_prompts: Most prompts in one call, and records in one `/process` call.
-        max_tokens: Most tokens per answer that a request may ask for; the default bound is the model's
-            context.
-        max_n: Most answers per prompt (`n`).
-        max_messages: Most messages and parts of their contents, in all chats of a call; and most tools.
-        max_values: Most values in a JSON body: texts, numbers, objects, lists; of the numbers of prompts in
-            tokens 10 times as many. All fields beside the prompt may have a tenth of it.
-        open_adapters: Clients may load and unload adapters where the service asks for no keys.
-        allow_origins: Origins of web pages that may call the service (CORS), or "*"; by default none.
-    """
-
-    max_body_bytes: Positive = 32 * 1024 * 1024
-    max_bytes_in_flight: Positive | None = None
-    body_timeout_s: Seconds = 60.0
-    max_prompts: Positive = 10_000
-    max_tokens: Positive | None = None
-    max_n: Positive = 128
-    max_messages: Positive = 10_000
-    max_values: Positive = 100_000
-    open_adapters: Flag = False
-    allow_origins: tuple[Annotated[str, AfterValidator(_origin)], ...] = ()
+    max_body_bytes: Positive = Field(
+        default=32 * 1024 * 1024, description="Largest request body; a larger one is answered 413."
+    )
+    max_bytes_in_flight: Positive | None = Field(
+        default=None,
+        description=(
+            "Most bytes of all request bodies that one Ingress replica holds, from their arrival to "
+            "the end of their answers; beyond it 503. By default eight times `max_body_bytes`."
+        ),
+    )
+    body_timeout_s: Seconds = Field(
+        default=60.0,
+        description="Seconds within which a request body has to arrive; a slower one is answered 408.",
+    )
+    max_prompts: Positive = Field(
+        default=10_000, description="Most prompts in one call, and records in one `/process` call."
+    )
+    max_tokens: Positive | None = Field(
+        default=None,
+        description=(
+            "Most tokens per answer that a request may ask for; the default bound is the model's context."
+        ),
+    )
+    max_n: Positive = Field(default=128, description="Most answers per prompt (`n`).")
+    max_messages: Positive = Field(
+        default=10_000,
+        description="Most messages and parts of their contents, in all chats of a call; and most tools.",
+    )
+    max_values: Positive = Field(
+        default=100_000,
+        description=(
+            "Most values in a JSON body: texts, numbers, objects, lists; of the numbers of prompts in "
+            "tokens 10 times as many. All fields beside the prompt may have a tenth of it."
+        ),
+    )
+    open_adapters: Flag = Field(
+        default=False, description="Clients may load and unload adapters where the service asks for no keys."
+    )
+    allow_origins: tuple[Annotated[str, AfterValidator(_origin)], ...] = Field(
+        default=(),
+        description='Origins of web pages that may call the service (CORS), or "*"; by default none.',
+    )
 
     @property
     def bytes_in_flight(self) -> int:
@@ -65,18 +81,21 @@ class IngressSettings(Strict):
 
 
 class AccessSettings(Strict):
-    """Sources of API keys; `serve_app.auth.keys.Key` has the fields of a key.
+    """Sources of API keys; `serve_app.auth.keys.Key` has the fields of a key."""
 
-    Attributes:
-        keys_file: A YAML or JSON list of keys. It is read again when it changes.
-        keys_env: Environment variable with such a list; it is read once.
-        trusted_proxies: Ranges of addresses of the proxies whose `X-Forwarded-For` tells a client's address,
-            for keys with `allow_from`. By default the peer of the connection is the client.
-    """
-
-    keys_file: File | None = None
-    keys_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
-    trusted_proxies: tuple[Network, ...] = ()
+    keys_file: File | None = Field(
+        default=None, description="A YAML or JSON list of keys. It is read again when it changes."
+    )
+    keys_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = Field(
+        default=None, description="Environment variable with such a list; it is read once."
+    )
+    trusted_proxies: tuple[Network, ...] = Field(
+        default=(),
+        description=(
+            "Ranges of addresses of the proxies whose `X-Forwarded-For` tells a client's address, for "
+            "keys with `allow_from`. By default the peer of the connection is the client."
+        ),
+    )
 
     @model_validator(mode="after")
     def _has_a_source(self) -> "AccessSettings":

@@ -134,14 +134,13 @@ class GoalSettings(Strict):
 
     The scheduler bounds the time of a step accordingly: a token takes a step, and a first token takes the way
     of a request, its own prompt, and two or three steps. `flex` requests get what the bound leaves.
-
-    Attributes:
-        ttft_p99_s: Seconds from the arrival of a request at the Ingress to its first token in the engine.
-        tpot_p99_s: Seconds per token after the first.
     """
 
-    ttft_p99_s: Seconds | None = None
-    tpot_p99_s: Seconds | None = None
+    ttft_p99_s: Seconds | None = Field(
+        default=None,
+        description="Seconds from the arrival of a request at the Ingress to its first token in the engine.",
+    )
+    tpot_p99_s: Seconds | None = Field(default=None, description="Seconds per token after the first.")
 
     @model_validator(mode="after")
     def _has_a_goal(self) -> "GoalSettings":
@@ -151,87 +150,140 @@ class GoalSettings(Strict):
 
 
 class BatcherSettings(Strict):
-    """Admission of requests to one Engine replica.
+    """Admission of requests to one Engine replica."""
 
-    Attributes:
-        policy: `guaranteed_no_evict` reserves prompt + max_tokens of KV cache for each request, so
-            memory is always enough for what runs of a tier. `max_utilization` reserves for `flex`
-            requests what the answers of their tenant have been, by their sum: several times as many run
-            at once where answers are shorter than max_tokens, and a few may be preempted. Other tiers
-            reserve as before. After a preemption less is overcommitted for some minutes.
-        capacity_tokens: Tokens that may be in flight; by default the KV capacity that vLLM reports.
-        max_running: Most requests in flight. The default, and the upper bound, is vLLM's `max_num_seqs`
-            plus as many as end within two steps: these wait in vLLM, so that no step runs with a free
-            sequence slot.
-        max_queue_size: Most requests that wait; the next one is answered 429.
-        max_queue_tokens: Most tokens that wait; by default only `max_queue_size` bounds the queue.
-        tenant_weights: Each tenant's share relative to the others; 1.0 where not given.
-        goals: Latency goals for the tiers above `flex`; `flex` runs beside them as far as the goals
-            allow. A change takes no restart, in `user_config`. Without goals live requests still go first,
-            and steps have a default bound.
-        priority_aging_s: Seconds of waiting after which a tier goes before the next higher one, for one
-            request; null: never. After this time a `flex` request also starts as if it were a live one, if
-            live traffic has kept all of them waiting.
-    """
-
-    policy: Literal["guaranteed_no_evict", "max_utilization"] = "guaranteed_no_evict"
-    capacity_tokens: Positive | None = None
-    max_running: Positive | None = None
-    max_queue_size: Positive = 5_000
-    max_queue_tokens: Positive | None = None
-    tenant_weights: Weights = Field(default_factory=dict)
-    goals: GoalSettings | None = None
-    priority_aging_s: Seconds | None = 10.0
+    policy: Literal["guaranteed_no_evict", "max_utilization"] = Field(
+        default="guaranteed_no_evict",
+        description=(
+            "`guaranteed_no_evict` reserves prompt + max_tokens of KV cache for each request, so "
+            "memory is always enough for what runs of a tier. `max_utilization` reserves for `flex` "
+            "requests what the answers of their tenant have been, by their sum: several times as many "
+            "run at once where answers are shorter than max_tokens, and a few may be preempted. Other "
+            "tiers reserve as before. After a preemption less is overcommitted for some minutes."
+        ),
+    )
+    capacity_tokens: Positive | None = Field(
+        default=None,
+        description="Tokens that may be in flight; by default the KV capacity that vLLM reports.",
+    )
+    max_running: Positive | None = Field(
+        default=None,
+        description=(
+            "Most requests in flight. The default, and the upper bound, is vLLM's `max_num_seqs` plus "
+            "as many as end within two steps: these wait in vLLM, so that no step runs with a free "
+            "sequence slot."
+        ),
+    )
+    max_queue_size: Positive = Field(
+        default=5_000, description="Most requests that wait; the next one is answered 429."
+    )
+    max_queue_tokens: Positive | None = Field(
+        default=None, description="Most tokens that wait; by default only `max_queue_size` bounds the queue."
+    )
+    tenant_weights: Weights = Field(
+        default_factory=dict, description="Each tenant's share relative to the others; 1.0 where not given."
+    )
+    goals: GoalSettings | None = Field(
+        default=None,
+        description=(
+            "Latency goals for the tiers above `flex`; `flex` runs beside them as far as the goals "
+            "allow. A change takes no restart, in `user_config`. Without goals live requests still go "
+            "first, and steps have a default bound."
+        ),
+    )
+    priority_aging_s: Seconds | None = Field(
+        default=10.0,
+        description=(
+            "Seconds of waiting after which a tier goes before the next higher one, for one request; "
+            "null: never. After this time a `flex` request also starts as if it were a live one, if "
+            "live traffic has kept all of them waiting."
+        ),
+    )
 
 
 class LLMSettings(Strict):
-    """A language model in vLLM, served by one Engine deployment, `Engine:<id>`.
+    """A language model in vLLM, served by one Engine deployment, `Engine:<id>`."""
 
-    Attributes:
-        id: The name that clients put in `model`.
-        kind: "llm"; may be left out.
-        source: A Hugging Face model id, a directory, or `saturate://demo`.
-        engine: vLLM's settings.
-        batcher: Admission to each replica.
-        sampling: Defaults for `/generate` where a request leaves a field out.
-        engine_hang_timeout_s: Seconds without a step after which the replica of an engine with work is
-            replaced. It has to exceed the longest step, a kernel's first compilation included.
-        grammar_cpu_s: Seconds of CPU that a JSON schema, a regular expression or another grammar of a request
-            may take to parse; one that takes longer is answered 400.
-        grammar_compile_cpu_s: The same to compile one, for the tokens of the model.
-        max_tokenize_tokens: Most tokens of a text of `/tokenize`, and of a list of `/detokenize`; null: as
-            many as the context. Other routes take what fits into the context.
-        max_prompt_logprobs: Most logprobs of a prompt (`prompt_logprobs`, `echo` with `logprobs`): its tokens
-            times the logprobs of each. vLLM makes them on the event loop.
-        simulate: Profile of a simulated device, which takes the model's place: a built-in one by its name, a
-            YAML file by its absolute path, or the fields of a `serve_app.simulation.profiles.Profile`. Then
-            `source` lends its tokenizer only; the default is the demo model's.
-        multimodal: Requests may have images, sound and videos; else parts with them are answered 400.
-        share: Name of a group of models that take turns on a device: one of them is awake, the others sleep.
-        routing: `prefix` sends a request to the replica that has the longest beginning of its prompt in its
-            KV cache, if that is not much more loaded than the others. `least_loaded` looks at tokens alone.
-        adapters: LoRA adapters that are served beside the model.
-        adapters_folder: Directory that all replicas share, or URL, which keeps the adapters that are loaded
-            by `POST /v1/load_lora_adapter`; left out: none can be.
-    """
-
-    id: ModelId
-    kind: Literal["llm"] = "llm"
-    source: Annotated[str, Field(min_length=1)]
-    engine: EngineSettings = EngineSettings()
-    batcher: BatcherSettings = BatcherSettings()
-    sampling: SamplingFields = SamplingFields()
-    engine_hang_timeout_s: Seconds = 60.0
-    grammar_cpu_s: Seconds = 0.1
-    grammar_compile_cpu_s: Seconds = 5.0
-    max_tokenize_tokens: Positive | None = None
-    max_prompt_logprobs: Positive = 32_768
-    routing: Literal["prefix", "least_loaded"] = "prefix"
-    simulate: Annotated[Profile, BeforeValidator(read_profile)] | None = None
-    multimodal: Flag = False
-    share: Group | None = None
-    adapters: tuple[AdapterSettings, ...] = ()
-    adapters_folder: FolderOrURL | None = None
+    id: ModelId = Field(description="The name that clients put in `model`.")
+    kind: Literal["llm"] = Field(default="llm", description='"llm"; may be left out.')
+    source: Annotated[str, Field(min_length=1)] = Field(
+        description="A Hugging Face model id, a directory, or `saturate://demo`."
+    )
+    engine: EngineSettings = Field(default=EngineSettings(), description="vLLM's settings.")
+    batcher: BatcherSettings = Field(default=BatcherSettings(), description="Admission to each replica.")
+    sampling: SamplingFields = Field(
+        default=SamplingFields(), description="Defaults for `/generate` where a request leaves a field out."
+    )
+    engine_hang_timeout_s: Seconds = Field(
+        default=60.0,
+        description=(
+            "Seconds without a step after which the replica of an engine with work is replaced. It "
+            "has to exceed the longest step, a kernel's first compilation included."
+        ),
+    )
+    grammar_cpu_s: Seconds = Field(
+        default=0.1,
+        description=(
+            "Seconds of CPU that a JSON schema, a regular expression or another grammar of a request "
+            "may take to parse; one that takes longer is answered 400."
+        ),
+    )
+    grammar_compile_cpu_s: Seconds = Field(
+        default=5.0, description="The same to compile one, for the tokens of the model."
+    )
+    max_tokenize_tokens: Positive | None = Field(
+        default=None,
+        description=(
+            "Most tokens of a text of `/tokenize`, and of a list of `/detokenize`; null: as many as "
+            "the context. Other routes take what fits into the context."
+        ),
+    )
+    max_prompt_logprobs: Positive = Field(
+        default=32_768,
+        description=(
+            "Most logprobs of a prompt (`prompt_logprobs`, `echo` with `logprobs`): its tokens times "
+            "the logprobs of each. vLLM makes them on the event loop."
+        ),
+    )
+    routing: Literal["prefix", "least_loaded"] = Field(
+        default="prefix",
+        description=(
+            "`prefix` sends a request to the replica that has the longest beginning of its prompt in "
+            "its KV cache, if that is not much more loaded than the others. `least_loaded` looks at "
+            "tokens alone."
+        ),
+    )
+    simulate: (
+        Annotated[Profile, BeforeValidator(read_profile, json_schema_input_type=Profile | str)] | None
+    ) = Field(
+        default=None,
+        description=(
+            "Profile of a simulated device, which takes the model's place: a built-in one by its "
+            "name, a YAML file by its absolute path, or the fields of a "
+            "`serve_app.simulation.profiles.Profile`. Then `source` lends its tokenizer only; the "
+            "default is the demo model's."
+        ),
+    )
+    multimodal: Flag = Field(
+        default=False,
+        description="Requests may have images, sound and videos; else parts with them are answered 400.",
+    )
+    share: Group | None = Field(
+        default=None,
+        description=(
+            "Name of a group of models that take turns on a device: one of them is awake, the others sleep."
+        ),
+    )
+    adapters: tuple[AdapterSettings, ...] = Field(
+        default=(), description="LoRA adapters that are served beside the model."
+    )
+    adapters_folder: FolderOrURL | None = Field(
+        default=None,
+        description=(
+            "Directory that all replicas share, or URL, which keeps the adapters that are loaded by "
+            "`POST /v1/load_lora_adapter`; left out: none can be."
+        ),
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -337,26 +389,53 @@ def _known_profile(name: str) -> str:
 
 
 class FunctionBatcherSettings(Strict):
-    """Batching of records for a function; the settings are arguments of `batcher.DynamicBatcher`.
+    """Batching of records for a function; the settings are arguments of `batcher.DynamicBatcher`."""
 
-    Attributes:
-        profile: A preset, see `batcher.PROFILES`; other settings override its values.
-    """
-
-    profile: Annotated[str, AfterValidator(_known_profile)] | None = None
-    target_batch_cost: Positive | None = None
-    max_batch_size: Positive | None = None
-    min_batch_size: Positive | None = None
-    batch_timeout_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | None = None
-    max_queue_size: Positive | None = None
-    max_queue_cost: Positive | None = None
-    prefetch_batches: NotNegative | None = None
-    max_concurrent_batches: Positive | None = None
-    forming: Forming | None = None
-    padded: Flag | None = None
-    on_error: Literal["split", "fail", "single"] | None = None
-    tenant_weights: Weights | None = None
-    priority_aging_s: Seconds | None = 10.0
+    profile: Annotated[str, AfterValidator(_known_profile)] | None = Field(
+        default=None, description="A preset, see `batcher.PROFILES`; other settings override its values."
+    )
+    target_batch_cost: Positive | None = Field(default=None, description="Most cost of a batch.")
+    max_batch_size: Positive | None = Field(default=None, description="Most records in a batch.")
+    min_batch_size: Positive | None = Field(
+        default=None, description="Fewest records in a batch, unless `batch_timeout_s` has passed."
+    )
+    batch_timeout_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | None = Field(
+        default=None, description="Seconds that a record waits for others at most while the function is free."
+    )
+    max_queue_size: Positive | None = Field(default=None, description="Records that may wait.")
+    max_queue_cost: Positive | None = Field(default=None, description="Cost of the records that may wait.")
+    prefetch_batches: NotNegative | None = Field(
+        default=None,
+        description=("Above 0, `sorted` and `bucketed` choose a full batch while the function is busy."),
+    )
+    max_concurrent_batches: Positive | None = Field(
+        default=None, description="Calls of the function that may run at once."
+    )
+    forming: Forming | None = Field(
+        default=None,
+        description=(
+            "Records of a batch: `arrival` takes them as they came, `sorted` and `bucketed` take some "
+            "of like cost."
+        ),
+    )
+    padded: Flag | None = Field(
+        default=None,
+        description="The cost of a batch is that of its costliest record times their number, not the sum.",
+    )
+    on_error: Literal["split", "fail", "single"] | None = Field(
+        default=None,
+        description=(
+            "When the function raises an error: `split` runs parts of the batch again until the records that "
+            "cause it are alone, `single` runs each record again by itself, `fail` fails them all."
+        ),
+    )
+    tenant_weights: Weights | None = Field(
+        default=None, description="Each tenant's share relative to the others; 1.0 where not given."
+    )
+    priority_aging_s: Seconds | None = Field(
+        default=10.0,
+        description="Seconds after which a record that waits moves up one tier; null: never.",
+    )
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `DynamicBatcher`: the profile's, overridden by those that are set."""
@@ -379,23 +458,21 @@ def _target(path: str) -> str:
 
 
 class FunctionSettings(Strict):
-    """A model that is a function of a batch, served by one deployment, `Engine:<id>`.
+    """A model that is a function of a batch, served by one deployment, `Engine:<id>`."""
 
-    Attributes:
-        id: The name that clients put in `model`.
-        kind: "function".
-        target: Import path of a class with a method `process(batch)`, as "package.module:Class".
-        options: Keyword arguments of the class.
-        embeddings: Records are texts and results their vectors; `/v1/embeddings` serves the model too.
-        batcher: Batching of records.
-    """
-
-    id: ModelId
-    kind: Literal["function"]
-    target: Annotated[str, AfterValidator(_target)]
-    options: dict[str, Any] = Field(default_factory=dict)
-    embeddings: Flag = False
-    batcher: FunctionBatcherSettings = FunctionBatcherSettings()
+    id: ModelId = Field(description="The name that clients put in `model`.")
+    kind: Literal["function"] = Field(description='"function".')
+    target: Annotated[str, AfterValidator(_target)] = Field(
+        description='Import path of a class with a method `process(batch)`, as "package.module:Class".'
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the class.")
+    embeddings: Flag = Field(
+        default=False,
+        description="Records are texts and results their vectors; `/v1/embeddings` serves the model too.",
+    )
+    batcher: FunctionBatcherSettings = Field(
+        default=FunctionBatcherSettings(), description="Batching of records."
+    )
 
     # The same properties as a language model's, so that few need to ask for the kind.
     adapters: ClassVar[tuple[AdapterSettings, ...]] = ()

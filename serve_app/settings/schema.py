@@ -42,25 +42,22 @@ class SettingsError(ValueError):
 
 
 class Settings(Strict):
-    """The `args` as a whole.
+    """The `args` as a whole."""
 
-    Attributes:
-        models: The models to serve.
-        ingress: Limits of the HTTP side.
-        access: API keys; left out: requests need none.
-        telemetry: Metrics, request log and traces.
-        batches: Files and batches of OpenAI's API; left out: there are none.
-        usage: Accounting of what keys and tenants use.
-        share_groups: Groups of models that take turns, by the name in `share`; one left out has the defaults.
-    """
-
-    models: Annotated[list[ModelSettings], Field(min_length=1)]
-    ingress: IngressSettings = IngressSettings()
-    access: AccessSettings | None = None
-    telemetry: TelemetrySettings = TelemetrySettings()
-    batches: BatchesSettings | None = None
-    usage: UsageSettings = NO_USAGE
-    share_groups: dict[Group, ShareSettings] = Field(default_factory=dict)
+    models: Annotated[list[ModelSettings], Field(min_length=1)] = Field(description="The models to serve.")
+    ingress: IngressSettings = Field(default=IngressSettings(), description="Limits of the HTTP side.")
+    access: AccessSettings | None = Field(default=None, description="API keys; left out: requests need none.")
+    telemetry: TelemetrySettings = Field(
+        default=TelemetrySettings(), description="Metrics, request log and traces."
+    )
+    batches: BatchesSettings | None = Field(
+        default=None, description="Files and batches of OpenAI's API; left out: there are none."
+    )
+    usage: UsageSettings = Field(default=NO_USAGE, description="Accounting of what keys and tenants use.")
+    share_groups: dict[Group, ShareSettings] = Field(
+        default_factory=dict,
+        description="Groups of models that take turns, by the name in `share`; others have the defaults.",
+    )
 
     def sharing(self) -> dict[str, list[LLMSettings]]:
         """Return the models of each group that takes turns, by its name."""

@@ -19,36 +19,41 @@ def _endpoint(url: str) -> str:
 
 
 class TraceSettings(Strict):
-    """Export of OpenTelemetry spans.
+    """Export of OpenTelemetry spans."""
 
-    Attributes:
-        endpoint: A collector's URL for OTLP over HTTP, such as http://collector:4318/v1/traces; or
-            file:///DIRECTORY, where each process writes a file of JSON lines.
-        sample_ratio: Sampled share, 0 to 1, of the requests without a trace context. The context of the
-            others says whether they are sampled.
-    """
-
-    endpoint: Annotated[str, AfterValidator(_endpoint)]
-    sample_ratio: Annotated[float, Field(strict=True, ge=0, le=1)] = 1.0
+    endpoint: Annotated[str, AfterValidator(_endpoint)] = Field(
+        description=(
+            "A collector's URL for OTLP over HTTP, such as http://collector:4318/v1/traces; or "
+            "file:///DIRECTORY, where each process writes a file of JSON lines."
+        )
+    )
+    sample_ratio: Annotated[float, Field(strict=True, ge=0, le=1)] = Field(
+        default=1.0,
+        description=(
+            "Sampled share, 0 to 1, of the requests without a trace context. The context of the "
+            "others says whether they are sampled."
+        ),
+    )
 
 
 class TelemetrySettings(Strict):
-    """Metrics, request log and traces.
+    """Metrics, request log and traces."""
 
-    Attributes:
-        metrics: Export the service's metrics on Ray's Prometheus endpoint.
-        engine_metrics: Export vLLM's metrics there too.
-        tenants: Most tenants with a series of their own; the others share one.
-        request_log: Format, "json" or "text", of the line that the Ingress writes per request to a file
-            beside Serve's logs; null: no log. Prompts and answers are never in it.
-        traces: Export of spans; null: none.
-    """
-
-    metrics: Flag = True
-    engine_metrics: Flag = True
-    tenants: Annotated[int, Field(strict=True, ge=0, le=1_000)] = 20
-    request_log: Literal["json", "text"] | None = "json"
-    traces: TraceSettings | None = None
+    metrics: Flag = Field(
+        default=True, description="Export the service's metrics on Ray's Prometheus endpoint."
+    )
+    engine_metrics: Flag = Field(default=True, description="Export vLLM's metrics there too.")
+    tenants: Annotated[int, Field(strict=True, ge=0, le=1_000)] = Field(
+        default=20, description="Most tenants with a series of their own; the others share one."
+    )
+    request_log: Literal["json", "text"] | None = Field(
+        default="json",
+        description=(
+            'Format, "json" or "text", of the line that the Ingress writes per request to a file '
+            "beside Serve's logs; null: no log. Prompts and answers are never in it."
+        ),
+    )
+    traces: TraceSettings | None = Field(default=None, description="Export of spans; null: none.")
 
 
 SILENT = TelemetrySettings(metrics=False, engine_metrics=False, request_log=None)

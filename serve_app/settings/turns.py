@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Literal
 
+from pydantic import Field
+
 from serve_app.api.protocol import Flag
 from serve_app.settings.fields import Seconds, Strict
 from serve_app.settings.models import LLMSettings
@@ -15,22 +17,32 @@ UTILIZATION = 0.92
 
 
 class ShareSettings(Strict):
-    """Turns of the models of a group.
+    """Turns of the models of a group."""
 
-    Attributes:
-        sleep_level: vLLM's: 1 keeps the weights of a model that sleeps in the memory of the host, 2 loads
-            them again for each turn.
-        min_turn_s: Seconds of a turn, at least, while its model has work and no other has waited for
-            `max_wait_s`.
-        max_wait_s: Seconds for which the requests of a model wait at most until the switch to it begins.
-        self_check: Compare a greedy answer after each wake-up with that before the first sleep; a model whose
-            answer differs is answered 503, and its replica replaced.
-    """
-
-    sleep_level: Literal[1, 2] = 1
-    min_turn_s: Seconds = 5.0
-    max_wait_s: Seconds = 30.0
-    self_check: Flag = False
+    sleep_level: Literal[1, 2] = Field(
+        default=1,
+        description=(
+            "vLLM's: 1 keeps the weights of a model that sleeps in the memory of the host, 2 loads "
+            "them again for each turn."
+        ),
+    )
+    min_turn_s: Seconds = Field(
+        default=5.0,
+        description=(
+            "Seconds of a turn, at least, while its model has work and no other has waited for `max_wait_s`."
+        ),
+    )
+    max_wait_s: Seconds = Field(
+        default=30.0,
+        description="Seconds for which the requests of a model wait at most until the switch to it begins.",
+    )
+    self_check: Flag = Field(
+        default=False,
+        description=(
+            "Compare a greedy answer after each wake-up with that before the first sleep; a model "
+            "whose answer differs is answered 503, and its replica replaced."
+        ),
+    )
 
 
 def check_memory(model: LLMSettings, group: Sequence[LLMSettings]) -> None:

@@ -14,44 +14,50 @@ from serve_app.settings.fields import File, Folder, FolderOrURL, Positive, Secon
 
 
 class LedgerSettings(Strict):
-    """Ledger of the calls that the engines ran.
+    """Ledger of the calls that the engines ran."""
 
-    Attributes:
-        folder: Directory, on a volume that outlives the node, or a URL: `s3://BUCKET/PREFIX`, `gs://...`.
-            All replicas may have the same.
-        format: Form of the files of days that are over, and of all files at a URL; "parquet" needs the extra
-            `usage`.
-        spool: Directory in which a node keeps rows until they are at the URL.
-        upload_s: Seconds after which rows are uploaded to the URL.
-        max_spool_bytes: Most bytes that wait for their upload; beyond it rows are dropped, and counted.
-        keep_days: Days after which files are removed from the directory; by default never.
-    """
-
-    folder: FolderOrURL
-    format: Literal["parquet", "jsonl"] = "parquet"
-    spool: Folder = "~/.local/state/saturate/usage"
-    upload_s: Seconds = 300.0
-    max_spool_bytes: Positive = 1 << 30
-    keep_days: Positive | None = None
+    folder: FolderOrURL = Field(
+        description=(
+            "Directory, on a volume that outlives the node, or a URL: `s3://BUCKET/PREFIX`, "
+            "`gs://...`. All replicas may have the same."
+        )
+    )
+    format: Literal["parquet", "jsonl"] = Field(
+        default="parquet",
+        description=(
+            'Form of the files of days that are over, and of all files at a URL; "parquet" needs '
+            "the extra `usage`."
+        ),
+    )
+    spool: Folder = Field(
+        default="~/.local/state/saturate/usage",
+        description="Directory in which a node keeps rows until they are at the URL.",
+    )
+    upload_s: Seconds = Field(default=300.0, description="Seconds after which rows are uploaded to the URL.")
+    max_spool_bytes: Positive = Field(
+        default=1 << 30,
+        description="Most bytes that wait for their upload; beyond it rows are dropped, and counted.",
+    )
+    keep_days: Positive | None = Field(
+        default=None, description="Days after which files are removed from the directory; by default never."
+    )
 
 
 Price = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 
 
 class PriceSettings(Strict):
-    """Price of a model, per million tokens.
+    """Price of a model, per million tokens."""
 
-    Attributes:
-        input: Of prompts; of a function, per million of its records' cost.
-        cached_input: Of prompt tokens that are found in the prefix cache; by default as `input`.
-        output: Of answers.
-        batch_discount: Share, 0 to 1, that rows of `/v1/batches` cost less.
-    """
-
-    input: Price
-    cached_input: Price | None = None
-    output: Price = 0.0
-    batch_discount: Annotated[float, Field(strict=True, ge=0, le=1)] = 0.0
+    input: Price = Field(description="Of prompts; of a function, per million of its records' cost.")
+    cached_input: Price | None = Field(
+        default=None,
+        description="Of prompt tokens that are found in the prefix cache; by default as `input`.",
+    )
+    output: Price = Field(default=0.0, description="Of answers.")
+    batch_discount: Annotated[float, Field(strict=True, ge=0, le=1)] = Field(
+        default=0.0, description="Share, 0 to 1, that rows of `/v1/batches` cost less."
+    )
 
 
 class Quota(Strict):
@@ -59,20 +65,13 @@ class Quota(Strict):
 
     A request counts in the windows of the calendar, in UTC, in which it was admitted. Its tokens are those of
     its prompts and of its answers.
-
-    Attributes:
-        tokens_per_minute: Most tokens in a minute.
-        tokens_per_day: Most tokens in a day.
-        tokens_per_month: Most tokens in a month.
-        requests_per_minute: Most requests in a minute.
-        max_concurrency: Most requests in flight.
     """
 
-    tokens_per_minute: Positive | None = None
-    tokens_per_day: Positive | None = None
-    tokens_per_month: Positive | None = None
-    requests_per_minute: Positive | None = None
-    max_concurrency: Positive | None = None
+    tokens_per_minute: Positive | None = Field(default=None, description="Most tokens in a minute.")
+    tokens_per_day: Positive | None = Field(default=None, description="Most tokens in a day.")
+    tokens_per_month: Positive | None = Field(default=None, description="Most tokens in a month.")
+    requests_per_minute: Positive | None = Field(default=None, description="Most requests in a minute.")
+    max_concurrency: Positive | None = Field(default=None, description="Most requests in flight.")
 
 
 def _state_url(url: str) -> str:
@@ -85,28 +84,45 @@ def _state_url(url: str) -> str:
 
 
 class QuotasSettings(Strict):
-    """Quotas of keys and tenants, kept by the deployment `Quotas`. Those of keys are in their file.
+    """Quotas of keys and tenants, kept by the deployment `Quotas`. Those of keys are in their file."""
 
-    Attributes:
-        tenants: Quotas by the names of tenants.
-        file: YAML or JSON file with more of them, which go before those of `tenants`. It is read again when
-            it changes.
-        folder: Directory of the state, on a volume that outlives the node; by default that of the batches.
-        database: URL of a PostgreSQL or Redis database for the state; by default that of the batches, or
-            SQLite in the folder.
-        database_env: Environment variable with that URL, which may hold a password.
-        when_away: Treatment of requests that need the deployment while it doesn't answer: `fail_closed`
-            answers 503, `fail_open` lets them go on, and charges them once it is back.
-        away_s: Seconds without an answer after which that begins; for the first answer it is 15 s or more.
-    """
-
-    tenants: dict[Tenant, Quota] = Field(default_factory=dict)
-    file: File | None = None
-    folder: Folder | None = None
-    database: Annotated[str, AfterValidator(_state_url)] | None = None
-    database_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
-    when_away: Literal["fail_closed", "fail_open"] = "fail_closed"
-    away_s: Seconds = 2.0
+    tenants: dict[Tenant, Quota] = Field(default_factory=dict, description="Quotas by the names of tenants.")
+    file: File | None = Field(
+        default=None,
+        description=(
+            "YAML or JSON file with more of them, which go before those of `tenants`. It is read "
+            "again when it changes."
+        ),
+    )
+    folder: Folder | None = Field(
+        default=None,
+        description=(
+            "Directory of the state, on a volume that outlives the node; by default that of the batches."
+        ),
+    )
+    database: Annotated[str, AfterValidator(_state_url)] | None = Field(
+        default=None,
+        description=(
+            "URL of a PostgreSQL or Redis database for the state; by default that of the batches, or "
+            "SQLite in the folder."
+        ),
+    )
+    database_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = Field(
+        default=None, description="Environment variable with that URL, which may hold a password."
+    )
+    when_away: Literal["fail_closed", "fail_open"] = Field(
+        default="fail_closed",
+        description=(
+            "Treatment of requests that need the deployment while it doesn't answer: `fail_closed` "
+            "answers 503, `fail_open` lets them go on, and charges them once it is back."
+        ),
+    )
+    away_s: Seconds = Field(
+        default=2.0,
+        description=(
+            "Seconds without an answer after which that begins; for the first answer it is 15 s or more."
+        ),
+    )
 
     @model_validator(mode="after")
     def _has_one_place(self) -> "QuotasSettings":
@@ -116,20 +132,24 @@ class QuotasSettings(Strict):
 
 
 class UsageSettings(Strict):
-    """Accounting of what keys and tenants use.
+    """Accounting of what keys and tenants use."""
 
-    Attributes:
-        quotas: Quotas of keys and tenants; left out: there are none.
-        ledger: A row for each call that an engine ran; left out: none are written.
-        prices: Prices by the ids of models and adapters, for `saturate usage`. An adapter without a price has
-            that of its model.
-        currency: Currency of the prices.
-    """
-
-    quotas: QuotasSettings | None = None
-    ledger: LedgerSettings | None = None
-    prices: dict[ServedId, PriceSettings] = Field(default_factory=dict)
-    currency: Annotated[str, Field(min_length=1, max_length=16)] = "USD"
+    quotas: QuotasSettings | None = Field(
+        default=None, description="Quotas of keys and tenants; left out: there are none."
+    )
+    ledger: LedgerSettings | None = Field(
+        default=None, description="A row for each call that an engine ran; left out: none are written."
+    )
+    prices: dict[ServedId, PriceSettings] = Field(
+        default_factory=dict,
+        description=(
+            "Prices by the ids of models and adapters, for `saturate usage`. An adapter without a "
+            "price has that of its model."
+        ),
+    )
+    currency: Annotated[str, Field(min_length=1, max_length=16)] = Field(
+        default="USD", description="Currency of the prices."
+    )
 
 
 NO_USAGE = UsageSettings()

@@ -1,6 +1,6 @@
 """The `user_config` of an Engine's deployment: settings that change while the Engine runs."""
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from serve_app.api.protocol import JSON
 from serve_app.settings.adapters import AdapterSettings
@@ -11,33 +11,26 @@ from serve_app.settings.schema import SettingsError
 
 
 class BatcherUserConfig(Strict):
-    """Admission to each replica; a field left out keeps the value from `args`.
+    """Admission to each replica; a field left out keeps the value from `args`."""
 
-    Attributes:
-        capacity_tokens: Tokens that may be in flight.
-        max_running: Requests in flight.
-        max_queue_size: Requests that wait.
-        goals: Latency goals; null: none, whatever `args` say.
-        tenant_weights: Each tenant's share relative to the others; 1.0 where not given.
-    """
-
-    capacity_tokens: Positive | None = None
-    max_running: Positive | None = None
-    max_queue_size: Positive | None = None
-    goals: GoalSettings | None = None
-    tenant_weights: Weights | None = None
+    capacity_tokens: Positive | None = Field(default=None, description="Tokens that may be in flight.")
+    max_running: Positive | None = Field(default=None, description="Requests in flight.")
+    max_queue_size: Positive | None = Field(default=None, description="Requests that wait.")
+    goals: GoalSettings | None = Field(
+        default=None, description="Latency goals; null: none, whatever `args` say."
+    )
+    tenant_weights: Weights | None = Field(
+        default=None, description="Each tenant's share relative to the others; 1.0 where not given."
+    )
 
 
 class UserConfig(Strict):
-    """The `user_config` as a whole. A change of it alone restarts no replica.
+    """The `user_config` as a whole. A change of it alone restarts no replica."""
 
-    Attributes:
-        batcher: Admission to each replica.
-        adapters: LoRA adapters in place of those in `args`; left out: those.
-    """
-
-    batcher: BatcherUserConfig = BatcherUserConfig()
-    adapters: tuple[AdapterSettings, ...] | None = None
+    batcher: BatcherUserConfig = Field(default=BatcherUserConfig(), description="Admission to each replica.")
+    adapters: tuple[AdapterSettings, ...] | None = Field(
+        default=None, description="LoRA adapters in place of those in `args`; left out: those."
+    )
 
 
 def parse_user_config(user_config: JSON) -> UserConfig:

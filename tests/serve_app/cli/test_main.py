@@ -71,7 +71,7 @@ def completions(*arguments: str) -> list[str]:
 
 def test_shells_complete_commands_and_options() -> None:
     assert completions("") == list(COMMANDS)
-    assert completions("s") == ["serve", "stop"]
+    assert completions("s") == ["serve", "schema", "stop"]
     assert completions("batch", "--max-") == ["--max-tokens", "--max-concurrency"]
     assert completions("keys", "") == ["check", "list", "new", "rotate"]
 
