@@ -1,5 +1,7 @@
 """The reference of the settings is that of the code, and configs keep to the JSON Schema."""
 
+import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -74,3 +76,9 @@ def test_every_setting_has_a_description() -> None:
         if not field.description
     ]
     assert missing == []
+
+
+def test_the_changelog_begins_with_the_version_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (first, *_) = re.findall(r"^## (\S+?),? ", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert first == project["version"]
