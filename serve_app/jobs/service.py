@@ -5,7 +5,7 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
@@ -253,9 +253,19 @@ class BatchService:
 def _tell_end(running: asyncio.Task[None]) -> None:
     """Log why the runner has ended, if it wasn't asked to; `check` has the replica replaced."""
     if not running.cancelled() and (error := running.exception()) is not None:
-        fenced = error.subgroup(FencedError) if isinstance(error, BaseExceptionGroup) else None
-        causes = [error] if fenced is None else fenced.exceptions
+        causes: list[BaseException] = [one for one in _single(error) if isinstance(one, FencedError)] or [
+            error
+        ]
         logger.error("batches: the runner has ended: %s", "; ".join(map(str, causes)))
+
+
+def _single(error: BaseException) -> Iterator[BaseException]:
+    """Yield the errors of a group, and of the groups in it; without a group, the error."""
+    if not isinstance(error, BaseExceptionGroup):
+        yield error
+        return
+    for one in error.exceptions:
+        yield from _single(one)
 
 
 def _open_content(settings: BatchesSettings, epoch: int) -> Contents:

@@ -89,7 +89,7 @@ class SQLState:
                 if self._engine.dialect.name == "postgresql":
                     # One after the other, from the first process on.
                     db.exec_driver_sql(f"LOCK TABLE {self._table.name} IN EXCLUSIVE MODE")
-                state: dict[str, str] = dict(row._tuple() for row in db.execute(select(self._table)))
+                state: dict[str, str] = dict(tuple(row) for row in db.execute(select(self._table)))
                 self._epoch = _epoch(self.place, state.pop(EPOCH, 0)) + 1
                 self._set(db, {EPOCH: str(self._epoch)})
         except SQLAlchemyError as error:

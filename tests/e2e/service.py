@@ -133,6 +133,8 @@ class Service:
         self._reader.start()
         try:
             wait_until(self._ready.is_set, news=self.news(), tell=lambda: "it is not ready")
+            # A process that ends closes its output a moment before it has ended.
+            assert "Ready:" in self.output, "it ended"
             assert self.process.poll() is None, "it ended"
         except AssertionError as error:
             with suppress(AssertionError):

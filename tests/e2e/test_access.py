@@ -24,7 +24,7 @@ from tests.progress import ANSWER_S, STILL_S
 pytestmark = pytest.mark.usefixtures("starting_pair")
 
 PREFIX = "/guarded"
-KEYS = {name: new_key() for name in ("ada", "bob", "slow", "few", "late", "home", "root")}
+KEYS = {name: new_key() for name in ("ada", "bob", "slow", "seldom", "late", "home", "root")}
 QUESTION = "What is 1+1?"
 LIMIT_S = STILL_S
 BODY_TIMEOUT_S = 2.0
@@ -38,7 +38,7 @@ ENTRIES = [
     entry("ada"),
     entry("bob", tiers=["flex"]),
     entry("slow", quota={"max_concurrency": 1}),
-    entry("few", quota={"requests_per_minute": 3}),
+    entry("seldom", quota={"requests_per_minute": 3}),
     entry("home", allow_from=["127.0.0.2/32"]),
     entry("root", admin=True),
 ]
@@ -164,7 +164,7 @@ def test_a_request_is_bounded(guarded: str) -> None:
 
 
 def test_a_key_above_its_rate_is_told_when_the_next_request_fits(guarded: str) -> None:
-    with caller(guarded, "few") as client, caller(guarded, "ada") as other:
+    with caller(guarded, "seldom") as client, caller(guarded, "ada") as other:
         statuses = []
         while (response := generate(client)).status_code == 200:
             statuses.append(response.status_code)

@@ -259,9 +259,9 @@ def test_any_order_of_requests_keeps_the_places_and_leaves_nobody_out(
             elif action == "remove":
                 pinned.discard(adapter)
                 slots.remove(adapter)
-            elif action == "claim":
+            elif action == "claim" and adapter.upper() not in claims:
                 name = adapter.upper()
-                claims.setdefault(name, asyncio.ensure_future(claim(name)))
+                claims[name] = asyncio.ensure_future(claim(name))
             elif action == "give up" and (task := claims.pop(adapter.upper(), None)):
                 task.cancel()
                 await asyncio.wait([task])

@@ -10,7 +10,7 @@ import pytest
 from serve_app.jobs.errors import DatabaseError, FencedError
 from serve_app.jobs.forecast import Hour
 from serve_app.jobs.models import Counts
-from serve_app.jobs.service import BatchService
+from serve_app.jobs.service import BatchService, _tell_end
 from serve_app.jobs.store import Store
 from serve_app.settings.batches import BatchesSettings
 from tests.progress import STILL_S
@@ -84,6 +84,24 @@ def test_a_connection_that_was_replaced_is_told(postgres_place: Place) -> None:
     with pytest.raises(FencedError):
         first.move("b", "cancelling", NOW)
     first.close()
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+async def test_the_log_names_the_cause_however_deep_it_is(
+    depth: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    error: Exception = FencedError("another process has taken over")
+    for _ in range(depth):
+        error = ExceptionGroup("unhandled errors in a TaskGroup", [error])
+
+    async def fail() -> None:
+        raise error
+
+    running = asyncio.ensure_future(fail())
+    await asyncio.wait([running])
+    _tell_end(running)
+    (message,) = [one.getMessage() for one in caplog.records if one.name == "ray.serve"]
+    assert message == "batches: the runner has ended: another process has taken over"
 
 
 async def test_a_service_that_was_taken_over_stops(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
