@@ -94,7 +94,7 @@ class Sums(NamedTuple):
         return Sums(*(a + b for a, b in zip(self, other, strict=True)))
 
 
-class Reservation(Protocol):
+class Settleable(Protocol):
     """The reservation of a call in its quotas."""
 
     def settle(self, tokens: int, *, request: bool) -> None:
@@ -139,7 +139,7 @@ class Call:
         self._book = book
         self.origin = origin
         self.usage = usage
-        self.reservation: Reservation | None = None
+        self.reservation: Settleable | None = None
         self.admitted = self.over_quota = False
         self.number = number
         self.outcome: Outcome = "ok"

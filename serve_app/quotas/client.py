@@ -15,14 +15,14 @@ from typing import Any, Protocol
 
 from serve_app.api.errors import RequestError
 from serve_app.quotas.counters import (
-    Answer,
     Charge,
+    HolderAnswer,
+    HolderReport,
     LimitState,
-    Report,
     key_subject,
     tenant_subject,
 )
-from serve_app.quotas.holder import Holder, Limits, Reservation
+from serve_app.quotas.holder import HeldCounter, Holder, Reservation
 from serve_app.quotas.windows import WindowClock
 from serve_app.settings.usage import Quota, QuotasSettings
 from serve_app.system import cancellation
@@ -60,7 +60,7 @@ _HEADERS = [
 class Store(Protocol):
     """The service that keeps the counters."""
 
-    async def take(self, report: Report) -> Answer:
+    async def take(self, report: HolderReport) -> HolderAnswer:
         """Take a report over, and return what was granted."""
 
     async def rows_of(self, holder: str) -> int | None:
@@ -75,7 +75,7 @@ class _Waiting:
 
     __slots__ = ("asked", "future", "limits", "since", "tokens")
 
-    def __init__(self, limits: Sequence[Limits], tokens: int, since: float) -> None:
+    def __init__(self, limits: Sequence[HeldCounter], tokens: int, since: float) -> None:
         self.limits = limits
         self.tokens = tokens
         self.since = since
@@ -238,20 +238,20 @@ class QuotaClient:
         if self._resting and self._wake is not None:
             self._wake.set()
 
-    def _limits_of(self, tenant: str, key: str, quota: Quota | None) -> list[Limits]:
+    def _limits_of(self, tenant: str, key: str, quota: Quota | None) -> list[HeldCounter]:
         """Return the counters of a call."""
         found = list(self._holder.limits(key_subject(key), quota)) if quota is not None else []
         if (of_tenant := self._tenants.get(tenant)) is not None:
             found += self._holder.limits(tenant_subject(tenant), of_tenant)
         return found
 
-    def _take(self, limits: Sequence[Limits], tokens: int) -> Reservation | None:
+    def _take(self, limits: Sequence[HeldCounter], tokens: int) -> Reservation | None:
         found = self._holder.take(limits, tokens)
         if found is not None:
             self._changed()
         return found
 
-    def _take_away(self, limits: Sequence[Limits], tokens: int) -> Reservation:
+    def _take_away(self, limits: Sequence[HeldCounter], tokens: int) -> Reservation:
         """Reserve while the service is away, if the settings say so: it learns of all when it is back."""
         if self._settings.when_away == "fail_closed":
             raise away_error(self._patience_s)
@@ -405,8 +405,8 @@ class RemoteStore:
 
         self._take, self._rows_of, self._settle = map(method, ("take", "rows_of", "settle"))
 
-    async def take(self, report: Report) -> Answer:
-        answer: Answer = await self._take.remote(report)
+    async def take(self, report: HolderReport) -> HolderAnswer:
+        answer: HolderAnswer = await self._take.remote(report)
         return answer
 
     async def rows_of(self, holder: str) -> int | None:
@@ -420,7 +420,7 @@ class RemoteStore:
 # Refusals
 
 
-def _check_fits(limits: Iterable[Limits], tokens: int) -> None:
+def _check_fits(limits: Iterable[HeldCounter], tokens: int) -> None:
     """Raise if a call can never have its tokens.
 
     Raises:
@@ -438,7 +438,7 @@ def _check_fits(limits: Iterable[Limits], tokens: int) -> None:
             raise RequestError(400, "invalid_request_error", message, param="max_tokens")
 
 
-def _refusal(limits: Limits, tokens: int, now: float) -> RequestError:
+def _refusal(limits: HeldCounter, tokens: int, now: float) -> RequestError:
     """Return the error of a call that a limit doesn't allow now: 429; 503 if no limit is known."""
     amount = limits.amount(tokens)
     states = limits.remaining(now)
@@ -457,7 +457,7 @@ def _refusal(limits: Limits, tokens: int, now: float) -> RequestError:
     return RequestError(429, "rate_limit_error", message, retry_after_s=seconds)
 
 
-def _wait_s(limits: Limits, state: LimitState, left: int, ends_in_s: float, amount: int) -> float:
+def _wait_s(limits: HeldCounter, state: LimitState, left: int, ends_in_s: float, amount: int) -> float:
     """Return the seconds after which a call is likely to fit.
 
     Calls that run give back the unused part of what they have reserved, evenly over their usual time; at its

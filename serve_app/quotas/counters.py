@@ -97,7 +97,7 @@ class Ask(NamedTuple):
     want: int = 0
 
 
-class Report(NamedTuple):
+class HolderReport(NamedTuple):
     """The report of a holder.
 
     Attributes:
@@ -159,7 +159,7 @@ class Grant(NamedTuple):
     states: tuple[LimitState, ...]
 
 
-class Answer(NamedTuple):
+class HolderAnswer(NamedTuple):
     """The answer to a report.
 
     Attributes:
@@ -260,7 +260,7 @@ class Counters:
         """Set the quotas of all tenants, by their names."""
         self._tenants, self._table = dict(quotas), version
 
-    def take(self, report: Report, now: float, at: float) -> Answer:
+    def take(self, report: HolderReport, now: float, at: float) -> HolderAnswer:
         """Take a report over, and grant what it asks for as far as all limits allow.
 
         Args:
@@ -271,10 +271,10 @@ class Counters:
         self.last_seen = now
         self._sweep(now, at)
         if report.holder in self._gone:
-            return Answer(gone=True)
+            return HolderAnswer(gone=True)
         holder = self._holders.setdefault(report.holder, _Holder(at))
         if report.number <= holder.number:
-            return Answer(table=self._table)
+            return HolderAnswer(table=self._table)
         holder.number, holder.rows, holder.seen_at = report.number, report.rows, at
         self._changed.add(("holder", report.holder))
         for subject, quota in report.keys:
@@ -292,7 +292,7 @@ class Counters:
             # The answer with its last grant was lost, or it is settled: its use stays in the totals.
             self._drop(report.holder, holder, place, now)
         grants = [grant for ask in report.asks if (grant := self._grant(report.holder, holder, ask, now, at))]
-        return Answer(
+        return HolderAnswer(
             tuple(grants), self._table, None if report.table == self._table else dict(self._tenants)
         )
 

@@ -3,7 +3,7 @@
 from math import isfinite
 
 from serve_app.api.protocol import JSON
-from serve_app.quotas.counters import Answer, Charge, Report
+from serve_app.quotas.counters import Charge, HolderAnswer, HolderReport
 from serve_app.settings.schema import Settings
 from serve_app.system.cpu_scheduling import use_batch_scheduling
 from serve_app.system.garbage_collection import collect_rarely
@@ -40,7 +40,7 @@ class Quotas:
         use_batch_scheduling()
         collect_rarely()
 
-    async def take(self, report: Report) -> Answer:
+    async def take(self, report: HolderReport) -> HolderAnswer:
         """Take the report of an Engine, and return what it may spend."""
         return await self._service.take(report)
 

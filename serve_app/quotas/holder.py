@@ -15,12 +15,12 @@ from serve_app.quotas.counters import (
     ALWAYS,
     LIMITS,
     Account,
-    Answer,
     Ask,
     Counter,
     Grant,
+    HolderAnswer,
+    HolderReport,
     LimitState,
-    Report,
     limits_of,
 )
 from serve_app.quotas.windows import window_at
@@ -59,7 +59,7 @@ class _Account:
         return self.free + self.reserved + self.ended
 
 
-class Limits:
+class HeldCounter:
     """A counter as this process uses it: its accounts, and the states of its limits."""
 
     def __init__(self, counter: Counter, quota: Quota, now: float) -> None:
@@ -184,7 +184,7 @@ class Reservation:
     __slots__ = ("_began", "_charged", "_holder", "_parts", "_settled", "tokens")
 
     def __init__(
-        self, holder: "Holder", parts: Sequence[tuple[Limits, _Account, int]], tokens: int, began: float
+        self, holder: "Holder", parts: Sequence[tuple[HeldCounter, _Account, int]], tokens: int, began: float
     ) -> None:
         self._holder = holder
         self._parts = parts
@@ -253,13 +253,13 @@ class Holder:
         self.clock = clock
         self.given_back = given_back
         self._rows = rows
-        self._limits: dict[Counter, Limits] = {}
+        self._limits: dict[Counter, HeldCounter] = {}
         self._number = 0
         self._reported_at = clock()
         self._sent: Told = {}
         self._told: Told = {}
 
-    def limits(self, subject: str, quota: Quota) -> Iterator[Limits]:
+    def limits(self, subject: str, quota: Quota) -> Iterator[HeldCounter]:
         """Yield the counters of a subject that its quota limits."""
         for kind in LIMITS:
             counter = Counter(subject, kind)
@@ -267,20 +267,20 @@ class Holder:
             if found is None:
                 if not limits_of(quota, kind):
                     continue
-                found = self._limits[counter] = Limits(counter, quota, self.clock())
+                found = self._limits[counter] = HeldCounter(counter, quota, self.clock())
             elif found.quota is not quota and found.quota != quota:
                 found.set_quota(quota)
             if found.limits:
                 yield found
 
-    def take(self, limits: Sequence[Limits], tokens: int) -> Reservation | None:
+    def take(self, limits: Sequence[HeldCounter], tokens: int) -> Reservation | None:
         """Reserve a call from what is free; None: that doesn't cover it."""
         now = self.clock()
         if not all(one.covers(one.amount(tokens), now) for one in limits):
             return None
         return self._reserve(limits, tokens, now)
 
-    def take_beyond(self, limits: Sequence[Limits], tokens: int, wall: float) -> Reservation:
+    def take_beyond(self, limits: Sequence[HeldCounter], tokens: int, wall: float) -> Reservation:
         """Reserve a call from what is free and beyond it, while the service is away.
 
         Args:
@@ -294,7 +294,7 @@ class Holder:
             one.current.free = max(one.current.free, one.amount(tokens))
         return self._reserve(limits, tokens, now)
 
-    def _reserve(self, limits: Sequence[Limits], tokens: int, now: float) -> Reservation:
+    def _reserve(self, limits: Sequence[HeldCounter], tokens: int, now: float) -> Reservation:
         parts = []
         for one in limits:
             amount = one.amount(tokens)
@@ -305,7 +305,7 @@ class Holder:
             parts.append((one, one.current, amount))
         return Reservation(self, parts, tokens, now)
 
-    def report(self, waiting: Sequence[tuple[Sequence[Limits], int]] = ()) -> Report:
+    def report(self, waiting: Sequence[tuple[Sequence[HeldCounter], int]] = ()) -> HolderReport:
         """Return the report that is due.
 
         Args:
@@ -334,11 +334,11 @@ class Holder:
             if ask is None and not (one.current.held or one.past) and now - one.used_at > IDLE_S:
                 # What its calls have used stays in the totals of the service.
                 del self._limits[one.counter]
-        return Report(
+        return HolderReport(
             self.name, self._number, tuple(accounts), tuple(asks), tuple(keys.items()), rows=self._rows()
         )
 
-    def apply(self, answer: Answer, sent_at: float) -> None:
+    def apply(self, answer: HolderAnswer, sent_at: float) -> None:
         """Take over the answer to the last report.
 
         Args:

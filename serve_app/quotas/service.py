@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
-from serve_app.quotas.counters import Answer, Charge, Counters, LimitState, Report
+from serve_app.quotas.counters import Charge, Counters, HolderAnswer, HolderReport, LimitState
 from serve_app.quotas.state import State, StateError, TakenOverError, open_state
 from serve_app.quotas.tenants import TenantQuotas
 from serve_app.quotas.windows import WindowClock
@@ -90,7 +90,7 @@ class QuotaService:
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._save_on()), loop.create_task(self._refresh_on())]
 
-    async def take(self, report: Report) -> Answer:
+    async def take(self, report: HolderReport) -> HolderAnswer:
         """Take a report and return the answer; see `Counters.take`.
 
         Raises:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from serve_app.quotas.client import QuotaClient
-from serve_app.quotas.counters import Answer, Charge, Report
+from serve_app.quotas.counters import Charge, HolderAnswer, HolderReport
 from serve_app.quotas.service import QuotaService
 from serve_app.quotas.state import StateError
 from serve_app.settings.usage import Quota, QuotasSettings
@@ -113,7 +113,7 @@ class Fleet:
         service.start()
         return service
 
-    async def take(self, report: Report) -> Answer:
+    async def take(self, report: HolderReport) -> HolderAnswer:
         await asyncio.sleep(self._hop_s)
         if not self.answering:
             raise ConnectionError("the service is away")

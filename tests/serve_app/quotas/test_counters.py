@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from serve_app.quotas.counters import (
     GONE_S,
     SILENT_S,
-    Answer,
     Ask,
     Charge,
     Counters,
-    Report,
+    HolderAnswer,
+    HolderReport,
 )
 from serve_app.quotas.counters import (
     Counter as QuotaCounter,
 )
-from serve_app.quotas.holder import Holder, Limits, Reservation
+from serve_app.quotas.holder import HeldCounter, Holder, Reservation
 from serve_app.quotas.windows import Span, window_at
 from serve_app.settings.usage import Quota
 
@@ -54,7 +54,7 @@ class Service:
         self.counters = Counters(self.disk, self.at)
         self.counters.set_tenants({"t": self.quota}, "1")
 
-    def take(self, report: Report) -> Answer:
+    def take(self, report: HolderReport) -> HolderAnswer:
         answer = self.counters.take(report, self.now, self.at)
         if self.counters.urgent:
             self.save()
@@ -112,9 +112,9 @@ class Fleet:
         self.requests: list[Running] = []
         self.names = 0
         self.holders: list[Holder] = []
-        self.limits: dict[str, list[Limits]] = {}
+        self.limits: dict[str, list[HeldCounter]] = {}
         self.rows: Counter[str] = Counter()
-        self.late: list[Report] = []
+        self.late: list[HolderReport] = []
         # Slots of a holder that is silent for long go to others, though its requests may still run.
         self.heard_at: dict[str, float] = {}
         self.silent = False
@@ -337,7 +337,7 @@ def test_less_than_one_request_is_left_when_all_want_more(asks: list[tuple[int, 
         fleet.write()
 
 
-def ahead(fleet: Fleet) -> Limits:
+def ahead(fleet: Fleet) -> HeldCounter:
     """Let the first holder take tokens ahead of its use."""
     for _ in range(20):
         fleet.service.now += 0.5
@@ -462,19 +462,21 @@ def test_the_quota_of_a_key_is_the_one_that_was_changed_last() -> None:
     for number, (holder, quota, expected) in enumerate(
         [("a", old, 10), ("b", old, 10), ("a", new, 20), ("b", old, 20), ("b", new, 20)], 1
     ):
-        answer = service.take(Report(holder, number, asks=(Ask(TOKENS, 1),), keys=(("key ada", quota),)))
+        answer = service.take(
+            HolderReport(holder, number, asks=(Ask(TOKENS, 1),), keys=(("key ada", quota),))
+        )
         assert answer.grants[0].states[0].limit == expected
 
 
 def test_a_key_that_nobody_reports_is_forgotten() -> None:
     service = Service()
     quota = Quota(tokens_per_minute=10)
-    service.take(Report("a", 1, asks=(Ask(TOKENS, 1),), keys=(("key ada", quota),)))
+    service.take(HolderReport("a", 1, asks=(Ask(TOKENS, 1),), keys=(("key ada", quota),)))
     assert "key ada" in service.counters.states(service.now)
     for number in (2, 3):
         service.at += 4000
         service.now += 4000
-        service.take(Report("b", number))
+        service.take(HolderReport("b", number))
     assert "key ada" not in service.counters.states(service.now)
     service.save()
     # What it has used counts until the month ends.
@@ -484,10 +486,10 @@ def test_a_key_that_nobody_reports_is_forgotten() -> None:
 @pytest.mark.parametrize("table", ["", "0"])
 def test_a_holder_gets_the_quotas_of_tenants_that_it_does_not_know(table: str) -> None:
     service = Service()
-    assert service.take(Report("a", 1, table=table)).tenants == {"t": QUOTA}
-    assert service.take(Report("a", 2, table="1")).tenants is None
+    assert service.take(HolderReport("a", 1, table=table)).tenants == {"t": QUOTA}
+    assert service.take(HolderReport("a", 2, table="1")).tenants is None
 
 
 def test_a_subject_without_a_quota_is_granted_nothing() -> None:
     ask = Ask(QuotaCounter("tenant other", "tokens"), 1)
-    assert Service().take(Report("a", 1, asks=(ask,))).grants == ()
+    assert Service().take(HolderReport("a", 1, asks=(ask,))).grants == ()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.quotas.counters import Account, Answer, Ask, Charge, Counter, Report
+from serve_app.quotas.counters import Account, Ask, Charge, Counter, HolderAnswer, HolderReport
 from serve_app.quotas.service import QuotaService
 from serve_app.quotas.state import StateError, TakenOverError, open_state
 from serve_app.settings.usage import Quota, QuotasSettings
@@ -24,17 +24,17 @@ def service_of(state: Any, settings: QuotasSettings = SETTINGS, **options: Any) 
     return QuotaService(settings, state, wall=lambda: START, monotonic=lambda: 0.0, **options)
 
 
-def ask(number: int, need: int, holder: str = "h") -> Report:
-    return Report(holder, number, asks=(Ask(TOKENS, need),))
+def ask(number: int, need: int, holder: str = "h") -> HolderReport:
+    return HolderReport(holder, number, asks=(Ask(TOKENS, need),))
 
 
-def granted(answer: Answer) -> int:
+def granted(answer: HolderAnswer) -> int:
     return answer.grants[0].amount
 
 
-def holding(number: int, held: int, holder: str = "h") -> Report:
+def holding(number: int, held: int, holder: str = "h") -> HolderReport:
     """Return the report of a holder whose calls have reserved some."""
-    return Report(holder, number, (Account(TOKENS, int(START), 0, held, 0),))
+    return HolderReport(holder, number, (Account(TOKENS, int(START), 0, held, 0),))
 
 
 def remaining(service: QuotaService) -> int:
@@ -57,7 +57,7 @@ async def test_a_grant_is_saved_before_it_leaves() -> None:
     await service.close()
 
 
-async def _unsaved(service: QuotaService, report: Report) -> Any:
+async def _unsaved(service: QuotaService, report: HolderReport) -> Any:
     """Return the answer of a service that nothing has to be saved for."""
     async with asyncio.timeout(STILL_S):
         return await service.take(report)
