@@ -155,7 +155,10 @@ class Ingress:
     @asynccontextmanager
     async def _lifespan(self, app: object) -> AsyncGenerator[None, None]:
         async with self._telemetry.lifespan(app):
-            yield
+            try:
+                yield
+            finally:
+                await self._lost_calls.stop()
 
     async def check_health(self) -> None:
         """Raise if the API keys are followed no more, so that Serve replaces this replica."""
