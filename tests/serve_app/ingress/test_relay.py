@@ -137,7 +137,9 @@ async def no_body() -> Message:
     raise AssertionError("the body was read before")
 
 
-async def reply(engines: Engines, take: Send | None = None, **body: Any) -> Reply:
+async def reply(
+    engines: Engines, take: Send | None = None, died: list[RelayRequest] | None = None, **body: Any
+) -> Reply:
     request = RelayRequest("POST", "/v1/completions", b"", [], json.dumps({"prompt": "x"} | body).encode())
     received = Reply()
     scope = scope_of()
@@ -145,7 +147,9 @@ async def reply(engines: Engines, take: Send | None = None, **body: Any) -> Repl
         losses = await engines.lost.enter(request)
     except PoisonError as error:
         return Reply(error.status)
-    await RelayResponse(engines.ask, request, losses)(scope, no_body, take or received.take)
+    noted: list[RelayRequest] = [] if died is None else died
+    response = RelayResponse(engines.ask, request, losses, died=noted.append)
+    await response(scope, no_body, take or received.take)
     received.usage = context_of(scope).usage
     assert take is not None or received.ended
     assert all(answer.left for answer in engines.answers), "no call is left running"
@@ -168,6 +172,27 @@ async def test_another_engine_is_asked_for_the_same(failure: bytes | Exception) 
     assert received.usage == USAGE
     assert engines.asked[0] is engines.asked[1]
     assert len(engines.lost) == 0
+
+
+@pytest.mark.parametrize(
+    ("script", "calls"),
+    [
+        ([DEAD], 1),
+        ([pack(head=Head(200, STREAM), body=b"data: a\n\n"), CUT], 1),
+        # The replica lives, and writes the row itself; or the engine never had the request.
+        ([LOST], 0),
+        ([STOPS], 0),
+        ([GONE], 0),
+    ],
+    ids=["died", "died in a stream", "its engine died", "stops", "gone"],
+)
+@virtual
+async def test_a_call_whose_engine_s_process_died_is_told_of_for_the_ledger(
+    script: Script, calls: int
+) -> None:
+    died: list[RelayRequest] = []
+    await reply(Engines([script, [ANSWER]]), died=died)
+    assert len(died) == calls
 
 
 @pytest.mark.parametrize("failure", [STOPS, GONE, ENDED], ids=["stops", "gone", "ended"])
