@@ -681,7 +681,7 @@ class _Form(MultipartParser):
         self.logger = logging.Logger("forms", logging.ERROR)
         self.found: dict[str, bytes] = {}
         self._parts = 0
-        self._name = ""
+        self._name = self._file = ""
         self._header = self._value = self._disposition = self._content = b""
 
     def callback(self, name: str, data: Any = b"", start: Any = 0, end: Any = 0) -> None:
@@ -691,7 +691,8 @@ class _Form(MultipartParser):
                 self._parts += 1
                 if self._parts > _MOST_PARTS:
                     raise _refused(f"The form has more than {_MOST_PARTS} parts")
-                self._name, self._disposition, self._content = "", b"", b""
+                self._name = self._file = ""
+                self._disposition = self._content = b""
             case "header_field":
                 self._header += data[start:end]
             case "header_value":
@@ -708,14 +709,16 @@ class _Form(MultipartParser):
                     options = parse_options_header(self._disposition)[1]
                     field = options.get(b"name", b"").decode(errors="replace")
                     if b"filename" in options:
-                        # A file takes the place of a field before it, too.
-                        self.found.pop(field, None)
+                        self._file = field
                     elif field in _FORM_FIELDS:
                         self._name = field
             case "part_data" if self._name:
                 # Not cut: a number may have its digits at the end.
                 _check_size(self._name, len(self._content) + end - start)
                 self._content += data[start:end]
+            case "part_end" if self._file:
+                # A whole file takes the place of a field before it, too.
+                self.found.pop(self._file, None)
             case "part_end" if self._name:
                 self.found[self._name] = self._content
 

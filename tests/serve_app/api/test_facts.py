@@ -711,6 +711,9 @@ FILE_INSTEAD = [
 
 
 @example(FILE_INSTEAD, b"", 0)
+# The file doesn't end.
+@example([b"content-disposition: form-data; name=model\r\n\r\n2", FILE_INSTEAD[1] + b"--cut--"], b"", -3)
+@example([FILE_INSTEAD[0], b"content-disposition: form-data; filename=a; name=model\r\n\r\n--cut--"], b"", -3)
 @given(
     st.lists(FORM_FIELD, max_size=4),
     st.sampled_from([b"", b"\r\n", b"x", b"\r\n--cut \t\r\n"]),
