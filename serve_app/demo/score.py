@@ -1,6 +1,6 @@
 """Score of the answers to a question file: the share that is exactly right.
 
-``python -m serve_app.demo.score answers.jsonl`` scores the driver's output for the demo's questions.
+``python -m serve_app.demo.score answers.jsonl`` scores what `saturate batch` wrote for the demo's questions.
 """
 
 import argparse
@@ -17,7 +17,7 @@ def score(answers: Path, questions: Path) -> tuple[int, int, list[str]]:
     """Compare answers with the expected ones, by id.
 
     Args:
-        answers: The driver's output, as JSON lines.
+        answers: The output of `saturate batch`, as JSON lines.
         questions: JSON lines with an `id`, a `prompt` and an `answer`.
 
     Returns:
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m serve_app.demo.score",
         description="Print the share of right answers, and on standard error the wrong ones.",
     )
-    parser.add_argument("answers", type=Path, help="the driver's output, as .jsonl")
+    parser.add_argument("answers", type=Path, help="the output of `saturate batch`, as .jsonl")
     parser.add_argument(
         "--questions", type=Path, default=QUESTIONS_FILE, help="id, prompt and answer (the demo's questions)"
     )

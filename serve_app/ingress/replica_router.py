@@ -18,7 +18,7 @@ from serve_app.relay.request import RelayRequest
 class EngineRouter(FIFOMixin, RequestRouter):
     """Chooses the replica of an Engine by the prefixes and the tokens that the replicas hold.
 
-    A relayed request brings the hashes of its prompt and its tokens. Other calls, such as the driver's, are
+    A relayed request brings the hashes of its prompt and its tokens. Other calls, as of a handle, are
     estimated, and go by load alone.
 
     A relayed request goes to another replica each time, while there is one: if it comes back, a replica has

@@ -1,1 +1,1 @@
-"""The driver beside other ways to send a dataset through a model."""
+"""`saturate batch` beside other ways to send a dataset through a model."""

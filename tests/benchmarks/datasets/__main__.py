@@ -45,7 +45,7 @@ class Bench:
 
     Attributes:
         utilization: Utilization of the batcher by way, one per run.
-        cpu_us: CPU time of the driver per row by way, one per run.
+        cpu_us: CPU time of the command per row by way, one per run.
     """
 
     def __init__(self, service: Service, offline: Callable[[Path], Any], folder: Path) -> None:

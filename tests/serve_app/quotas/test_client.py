@@ -116,7 +116,7 @@ async def test_no_minute_has_more_than_its_limit_over_many_restarts() -> None:
 
 
 @virtual
-async def test_a_request_within_the_lease_awaits_nothing() -> None:
+async def test_a_request_that_is_covered_by_what_was_taken_ahead_awaits_nothing() -> None:
     fleet = Fleet(Quota(tokens_per_minute=LIMIT))
     client = fleet.clients[0]
     for _ in range(50):
