@@ -20,6 +20,7 @@ from serve_app.engine.replica import (
     DRAIN_S,
     answer,
     device_name,
+    parts_of,
     replica_name,
     replica_stats,
     replica_tag,
@@ -31,7 +32,7 @@ from serve_app.engine.watchdog import EngineWatch, LoopWatch
 from serve_app.ledger.calls import Call, origin_of
 from serve_app.ledger.metrics import UsageMetrics
 from serve_app.quotas.client import Handle
-from serve_app.relay.frame import KEEP_ALIVE, LOST, pack_error, split, with_headers
+from serve_app.relay.frame import LOST, pack_error, with_headers
 from serve_app.relay.keepalive import with_keepalive
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.adapters import AdapterSettings
@@ -239,12 +240,9 @@ class Engine:
             except RequestError as error:
                 yield with_headers(pack_error(error, path), headers)
                 return
-            async with aclosing(answer) as messages:
-                async for message in messages:
-                    if headers and message != KEEP_ALIVE:
-                        message, headers = with_headers(message, headers), []
-                    for part in split(message, path):
-                        yield part
+            async with aclosing(parts_of(answer, path, headers)) as parts:
+                async for part in parts:
+                    yield part
 
     async def stats(self) -> JSON:
         """Return the batcher's statistics, the engine's limits and goals, and the usage since the start."""

@@ -21,6 +21,7 @@ from serve_app.engine.batch_call import BatchCall, run_records
 from serve_app.engine.replica import (
     DRAIN_S,
     answer,
+    parts_of,
     replica_stats,
     replica_tag,
     usage_stats,
@@ -29,7 +30,7 @@ from serve_app.engine.watchdog import LoopWatch
 from serve_app.ledger.calls import Call, Origin, origin_of
 from serve_app.ledger.metrics import UsageMetrics
 from serve_app.quotas.client import Handle
-from serve_app.relay.frame import KEEP_ALIVE, pack_error, split, with_headers
+from serve_app.relay.frame import pack_error, with_headers
 from serve_app.relay.keepalive import with_keepalive
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import Outcome, RequestUsage, Usage
@@ -127,12 +128,10 @@ class FunctionEngine:
                 )
                 return
             headers = self._accounts.headers(call, request.quota)
-            async with aclosing(with_keepalive(answer(body, usage, request))) as messages:
-                async for message in messages:
-                    if headers and message != KEEP_ALIVE:
-                        message, headers = with_headers(message, headers), []
-                    for part in split(message, request.path):
-                        yield part
+            messages = with_keepalive(answer(body, usage, request))
+            async with aclosing(parts_of(messages, request.path, headers)) as parts:
+                async for part in parts:
+                    yield part
 
     async def stats(self) -> JSON:
         """Return the batcher's statistics, and the usage since the start."""

@@ -3,7 +3,8 @@
 import dataclasses
 import logging
 import os
-from collections.abc import Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from contextlib import aclosing
 from functools import reduce
 from typing import Any
 
@@ -16,7 +17,7 @@ from serve_app.api.errors import FAULT, RequestError, internal_error
 from serve_app.api.headers import request_id
 from serve_app.api.protocol import JSON
 from serve_app.ledger.calls import OTHER, CallBook, Sums
-from serve_app.relay.frame import Head, pack, pack_error
+from serve_app.relay.frame import KEEP_ALIVE, Head, pack, pack_error, split, with_headers
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage
 
@@ -42,6 +43,24 @@ async def answer(body: Awaitable[bytes], usage: RequestUsage, request: RelayRequ
         logger.exception(FAULT, request_id(request.headers), request.path)
         return pack_error(internal_error(error), usage=usage)
     return pack(head=Head(200, [(b"content-type", b"application/json")]), body=content, usage=usage)
+
+
+async def parts_of(
+    answer: AsyncGenerator[bytes, None], path: str, headers: list[tuple[bytes, bytes]]
+) -> AsyncGenerator[bytes, None]:
+    """Yield the relay messages of an answer as they are sent: with more headers, and none too large for gRPC.
+
+    Args:
+        answer: The messages.
+        path: The route.
+        headers: The headers to add.
+    """
+    async with aclosing(answer) as messages:
+        async for message in messages:
+            if headers and message != KEEP_ALIVE:
+                message, headers = with_headers(message, headers), []
+            for part in split(message, path):
+                yield part
 
 
 def replica_tag() -> str:

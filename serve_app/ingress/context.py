@@ -88,8 +88,8 @@ class RequestMiddleware:
     """ASGI middleware that gives each request its context, and ends it.
 
     From outside to inside: a slash at the end of the path goes; the request is tracked; pages of other
-    origins get their headers, and their preflights an answer; a valid API key is required, with its addresses
-    and the bytes of the body are given back.
+    origins get their headers, and their preflights an answer; a valid API key is required, from one of its
+    addresses; the bytes of the body are given back.
 
     Args:
         app: The application behind it.

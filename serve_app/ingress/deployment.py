@@ -106,7 +106,7 @@ class Ingress:
         if quotas is not None:
             others["quotas"] = partial(deployment_stats, QUOTAS, quotas, self._running(QUOTAS))
         self._status = Status(settings.models, self._health, self._engines, others)
-        self._models = ServedModels(settings.models, self._status.replicas, self._engines)
+        self._models = ServedModels(settings.models, self._status.replicas)
         self._admin = Admin(settings, self._access, self._engines, self._health.running, self._models)
         use_batch_scheduling(RELAY_NICE)
         collect_rarely()

@@ -1,11 +1,10 @@
 """The models that are served and their adapters, by name and route, their contexts, and their cards."""
 
 import asyncio
-import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
@@ -14,17 +13,12 @@ from serve_app.api.validation import suggestion
 from serve_app.settings.adapters import adapters_by_id
 from serve_app.settings.models import ModelSettings
 
-logger = logging.getLogger("ray.serve")
-
 MOST_COMPARED = 100
 """Names that an unknown one is compared with: thousands of adapters would hold the event loop."""
 
 MAX_AGE_S = 1.0
 """Seconds for which the adapters of the replicas are used again: unknown names, which anyone can send, ask
 them no more often."""
-
-RETRY_S = 15.0
-"""Seconds after which a request for a model that starts may be tried again."""
 
 
 class Adapter(NamedTuple):
@@ -45,7 +39,6 @@ class ServedModels(Collection[str]):
     Args:
         models: The models, in the order of the config.
         replicas: Returns the statistics of a model's replicas, by the model's id; none: they can't be had.
-        engines: Handle of the Engine of each model; a call starts a model that has no replica.
         clock: Seconds.
     """
 
@@ -53,12 +46,10 @@ class ServedModels(Collection[str]):
         self,
         models: Sequence[ModelSettings],
         replicas: Callable[[str], Awaitable[Sequence[JSON]]],
-        engines: Mapping[str, Any],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._models = {model.id: model for model in models}
         self._replicas = replicas
-        self._engines = engines
         self._clock = clock
         self._created = int(time.time())
         self._adapters: dict[str, Adapter] = {}
@@ -67,7 +58,6 @@ class ServedModels(Collection[str]):
         self._contexts: dict[str, int] = {}
         self._context_locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._context_answers: Counter[str] = Counter()
-        self._starting: dict[str, asyncio.Task[None]] = {}
         for model in models:
             adapters = adapters_by_id(model.id, model.adapters)
             self._set_adapters(model.id, {id: adapter.root for id, adapter in adapters.items()})

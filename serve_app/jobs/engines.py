@@ -73,7 +73,7 @@ class EngineClient:
         self._asked: Counter[str] = Counter()
         self._used: set[str] = set()
         self._suspects = asyncio.Lock()
-        self._models = ServedModels(settings.models, self._replicas, self._engines)
+        self._models = ServedModels(settings.models, self._replicas)
         self._relays = {
             model: Relay(handle, partial(health.running, model)) for model, handle in self._engines.items()
         }

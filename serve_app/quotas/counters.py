@@ -64,7 +64,7 @@ class Counter(NamedTuple):
 
 
 class Account(NamedTuple):
-    """What a holder has taken of a counter in one minute.
+    """The amounts that a holder has taken of a counter in one minute.
 
     Attributes:
         counter: The counter.
@@ -176,7 +176,7 @@ class HolderAnswer(NamedTuple):
 
 
 class Charge(NamedTuple):
-    """What a process that has died had used of a subject, beyond its last report."""
+    """The use of a subject by a process that has died, beyond the last report of the process."""
 
     subject: str
     tokens: int
@@ -208,7 +208,7 @@ class _Entry:
 
 @dataclass(slots=True)
 class _Total:
-    """What is used and held in the current window."""
+    """The amount that is used and held in the current window."""
 
     starts_at: int
     ends_at: float
@@ -421,8 +421,7 @@ class Counters:
         limits = limits_of(quota, counter.kind) if quota else {}
         if quota is None or not limits:
             return None
-        window = window_at("minute", now)
-        minute = ALWAYS if counter.kind == "slots" else window.starts_at
+        minute, ends_in_s = _minute(counter.kind, now)
         place = counter, minute
         room = max(
             0,
@@ -452,7 +451,6 @@ class Counters:
             entry = holder.accounts.get(place, _Entry())
             self._set(name, holder, place, entry.used, entry.held + given, entry.free + given, now)
             self.urgent = True
-        ends_in_s = float("inf") if counter.kind == "slots" else window.ends_at - now
         states = tuple(self._states(counter, quota, now))
         return Grant(counter, minute, given, ends_in_s, lacks and others, short, states)
 
@@ -464,10 +462,8 @@ class Counters:
         return None if found is None else found[0]
 
     def _states(self, counter: Counter, quota: Quota, now: float) -> Iterator[LimitState]:
-        minute = ALWAYS if counter.kind == "slots" else window_at("minute", now).starts_at
-        entries = [
-            entry for holder in self._holders.values() if (entry := holder.accounts.get((counter, minute)))
-        ]
+        place = counter, _minute(counter.kind, now)[0]
+        entries = [entry for holder in self._holders.values() if (entry := holder.accounts.get(place))]
         free = sum(entry.free for entry in entries)
         reserved = sum(entry.held for entry in entries) - free
         for name, limit in limits_of(quota, counter.kind).items():
@@ -475,7 +471,7 @@ class Counters:
             remaining = max(0, limit - total.charged + free)
             yield LimitState(name, limit, remaining, reserved, total.ends_at - now)
 
-    # What is over
+    # Ended windows and silent holders
 
     def _sweep(self, now: float, at: float) -> None:
         """Free what silent holders have, and forget what belongs to windows that are over."""
@@ -485,7 +481,7 @@ class Counters:
         for name, holder in list(self._holders.items()):
             silent_s = at - holder.seen_at
             if silent_s > GONE_S:
-                # Nobody knows what its calls have used: at most what they had reserved.
+                # The use of its calls is not known; it is at most the amount that the holder had.
                 for place, entry in holder.accounts.items():
                     if place[1] != ALWAYS:
                         self._set(name, holder, place, entry.used + entry.held, 0, 0, now)
@@ -542,6 +538,14 @@ class Counters:
                     self._totals[subject, thing, span] = _Total(starts_at, ends_at, charged)
                 case _:
                     raise ValueError(f"a {kind} is no part of it")
+
+
+def _minute(kind: Kind, now: float) -> tuple[int, float]:
+    """Return the minute in which a request counts now, and the seconds to its end."""
+    if kind == "slots":
+        return ALWAYS, float("inf")
+    window = window_at("minute", now)
+    return window.starts_at, window.ends_at - now
 
 
 def _span(text: str) -> Span | None:

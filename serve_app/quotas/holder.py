@@ -1,8 +1,8 @@
-"""What an Engine has taken of its quotas ahead, and what its calls reserve of that. No I/O, and no waiting.
+"""The amounts that an Engine has taken of its quotas ahead, and the reservations of its calls, without I/O.
 
     held = free + reserved (by calls that run) + ended (their rows are not written yet)
 
-What is held and what is used counts in every window. So that a crash charges no call twice or never, a call
+Held and used amounts count in every window. So that a crash charges no call twice or never, a call
 counts as used when its row of the ledger is written, and the report says how many rows these are.
 """
 
@@ -41,12 +41,12 @@ LATEST = 0.1
 NEVER = float("-inf")
 
 Told = dict[tuple[Counter, int], tuple[int, int, int]]
-"""What a report says of each account: used, held, free."""
+"""The amounts in a report by account: used, held, free."""
 
 
 @dataclass(slots=True, eq=False)
 class _Account:
-    """What is taken of a counter in one minute."""
+    """The amounts that are taken of a counter in one minute."""
 
     minute: int
     used: int = 0
@@ -85,7 +85,7 @@ class HeldCounter:
 
     @property
     def spent(self) -> int:
-        """What calls have taken in the current minute, for good or not."""
+        """The amount that calls have taken in the current minute, for good or not."""
         return self.current.used + self.current.reserved + self.current.ended
 
     def amount(self, tokens: int) -> int:
@@ -120,8 +120,8 @@ class HeldCounter:
         self.taken = 0
         ahead = 0 if self.short else math.ceil(self.rate * AHEAD_S)
         needed, current = sum(amounts), self.current
-        # What is free beyond the use of a second is of more use elsewhere. Where calls of several processes
-        # lack some, each gives back its part, so that one of them gets enough.
+        # A free amount beyond the use of a second is of more use elsewhere. Where calls of several processes
+        # lack some, each process gives its part back, so that one of the calls gets enough.
         current.free = 0 if self.pending else min(current.free, ahead + needed)
         if not amounts and now - self.used_at > ASKS_S:
             current.free = 0
@@ -172,7 +172,7 @@ class HeldCounter:
 
 
 class Reservation:
-    """What a call has reserved of its quotas.
+    """The amounts that a call has reserved of its quotas.
 
     Args:
         holder: The holder of the amounts.
@@ -332,7 +332,7 @@ class Holder:
                     self._sent[one.counter, account.minute] = said
                     accounts.append(Account(one.counter, account.minute, *said))
             if ask is None and not (one.current.held or one.past) and now - one.used_at > IDLE_S:
-                # What its calls have used stays in the totals of the service.
+                # The use of its calls stays in the totals of the service.
                 del self._limits[one.counter]
         return HolderReport(
             self.name, self._number, tuple(accounts), tuple(asks), tuple(keys.items()), rows=self._rows()

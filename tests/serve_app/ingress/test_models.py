@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -23,16 +22,13 @@ EMBEDDINGS = "/v1/embeddings"
 
 
 class Replicas:
-    """Replicas of the models, and the handles that start them; counts how often they are asked.
+    """Replicas of the models; counts how often they are asked.
 
     Attributes:
         lengths: The context length of each model that has a replica.
         adapters: The adapters of each replica of the model `llm`.
         asked: The models whose replicas were asked.
         answers: They answer while this is set.
-        started: Models that were started.
-        starts: Starts end while this is set.
-        error: The end of a start; None: a replica runs.
     """
 
     def __init__(self) -> None:
@@ -41,16 +37,6 @@ class Replicas:
         self.asked: list[str] = []
         self.answers = asyncio.Event()
         self.answers.set()
-        self.started: list[str] = []
-        self.starts = asyncio.Event()
-        self.error: Exception | None = None
-
-    async def start(self, name: str) -> None:
-        self.started.append(name)
-        await self.starts.wait()
-        if self.error is not None:
-            raise self.error
-        self.lengths[name] = 2048
 
     async def __call__(self, name: str) -> Sequence[JSON]:
         self.asked.append(name)
@@ -59,27 +45,12 @@ class Replicas:
         return [length | {"adapters": adapters} for adapters in self.adapters] or [length][: len(length)]
 
 
-@dataclass
-class Engine:
-    """The handle of a model, whose call starts it."""
-
-    replicas: Replicas
-    name: str
-
-    def options(self, **_: object) -> "Engine":
-        return self
-
-    async def remote(self) -> None:
-        await self.replicas.start(self.name)
-
-
 def routing(
     *models: dict[str, Any], replicas: Replicas | None = None, clock: Clock | None = None
 ) -> ServedModels:
     replicas = replicas or Replicas()
     parsed = parse({"models": models}).models
-    engines = {model.id: Engine(replicas, model.id) for model in parsed}
-    return ServedModels(parsed, replicas, engines, clock or Clock())
+    return ServedModels(parsed, replicas, clock or Clock())
 
 
 def refusal(name: str | None, path: str, *models: dict[str, Any]) -> RequestError:
@@ -372,7 +343,6 @@ async def test_an_adapter_that_is_unloaded_meanwhile_is_shown_as_it_was() -> Non
 
 
 SHORT: dict[str, Any] = {"id": "short", "source": "x", "engine": {"max_model_len": 512}}
-TOO_LARGE = RequestError(400, "invalid_request_error", "never fits", param="max_tokens")
 
 
 async def test_a_replica_is_asked_once() -> None:
