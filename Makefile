@@ -8,7 +8,7 @@ CONFIG ?= configs/local.yaml
 # Local wheels, where a machine has them, hold the CPU build of torch; elsewhere uv knows where it is.
 TORCH := $(if $(PIP_FIND_LINKS),$(foreach link,$(PIP_FIND_LINKS),--find-links $(link)),--torch-backend=cpu)
 
-.PHONY: help install serve configs reference test test-all pytest test-batcher service-tests tests-beside lint format check-vllm bench bench-gpu soak clean
+.PHONY: help install serve reference test test-all pytest test-batcher service-tests tests-beside lint format check-vllm bench bench-gpu soak clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -25,15 +25,6 @@ install: .venv/installed ## Install into .venv, for the CPU, with all that the t
 
 serve: install ## Serve CONFIG (configs/local.yaml) in the foreground; Ctrl-C stops it.
 	@$(BIN)/saturate serve $(CONFIG)
-
-# The configs of clusters, with the environment that `saturate serve` adds on one machine.
-CLUSTERS := $(notdir $(wildcard k8s/configs/*.yaml))
-
-configs: install ## Make k8s/configs/ anew, after a change in configs/.
-	@for name in $(CLUSTERS); do \
-		made=$$($(BIN)/saturate serve configs/$$name --print-config) || exit 1; \
-		printf '%s\n' "$$made" > k8s/configs/$$name; \
-	done
 
 reference: install ## Make the pages of the settings anew, after a change in their code.
 	@$(BIN)/python -m tests.reference

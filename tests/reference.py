@@ -11,12 +11,23 @@ from pathlib import Path
 from typing import Any
 
 from serve_app.api.protocol import JSON
+from serve_app.settings.environment import OF_CONTROLLER, OF_REPLICAS, SHARED
 from serve_app.settings.json_schema import config_schema
 from serve_app.settings.schema import Settings
 from serve_app.settings.user_config import UserConfig
 
 ROOT = Path(__file__).parents[1]
 PAGE, SCHEMA = ROOT / "configs/reference.md", ROOT / "configs/schema.json"
+
+ENVIRONMENT = """\
+## Environment variables
+
+The functions that a config names for the controller and the replicas set these variables, unless the
+config or the environment of the machine does. Ray Serve and vLLM read them.
+
+| variable | value | place | |
+|---|---|---|---|
+"""
 
 HEAD = """\
 # Settings
@@ -33,8 +44,16 @@ def page() -> str:
         own = model.model_json_schema()
         definitions |= own.pop("$defs", {}) | {model.__name__: own}
     order = list(dict.fromkeys([*_reached("Settings", definitions), *_reached("UserConfig", definitions)]))
-    parts = [HEAD, *(_section(name, definitions[name]) for name in order)]
+    parts = [HEAD, *(_section(name, definitions[name]) for name in order), _environment()]
     return "\n".join(parts)
+
+
+def _environment() -> str:
+    places = {one.name: (one, "controller") for one in OF_CONTROLLER}
+    places |= {one.name: (one, "replicas") for one in OF_REPLICAS}
+    places |= {one.name: (one, "both") for one in SHARED}
+    rows = [f"| `{name}` | `{one.value}` | {place} | {one.reason} |" for name, (one, place) in places.items()]
+    return ENVIRONMENT + "\n".join(rows) + "\n"
 
 
 def schema() -> str:

@@ -14,7 +14,7 @@ from ray.serve.schema import DeploymentSchema
 from serve_app.auth.keys import read_keys
 from serve_app.cli.config_text import completed
 from serve_app.cli.serve_config import read_config
-from serve_app.settings.completion import complete_config
+from serve_app.settings.completion import complete_config, missing_variables
 from serve_app.settings.fields import Strict
 from serve_app.settings.schema import parse
 from serve_app.settings.user_config import parse_user_config
@@ -42,6 +42,7 @@ KINDS = {
     ("check", "models"): {"yaml"},
     ("check", "args"): {"yaml"},
     ("check", "deployments"): {"yaml"},
+    ("check", "environment"): {"yaml"},
     ("check", "keys"): {"yaml"},
     ("output", ""): {"json", "text"},
 }
@@ -197,6 +198,8 @@ def test_yaml_is_what_the_service_takes(block: Block, tmp_path: Path) -> None:
             assert len(parse({"models": content}).models) == len(content)
         case "args":
             parse({"models": [MODEL], **content})
+        case "environment":
+            assert not missing_variables(content)
         case "keys":
             assert len(read_keys(block.text, str(block))) == len(content)
         case "deployments":
@@ -206,7 +209,7 @@ def test_yaml_is_what_the_service_takes(block: Block, tmp_path: Path) -> None:
                 if isinstance(taken.user_config, dict):
                     parse_user_config(taken.user_config)
         case _:
-            pytest.fail(f"{block}: say what it is: <!-- check: config, models, args, deployments or keys -->")
+            pytest.fail(f"{block}: say what it is, as in <!-- check: config -->")
 
 
 def test_a_config_of_one_s_own_has_about_twenty_lines() -> None:

@@ -17,7 +17,7 @@ from serve_app.settings.fields import Strict
 from serve_app.settings.json_schema import config_schema
 from tests.reference import PAGE, ROOT, SCHEMA, page, schema
 
-CONFIGS = sorted([*ROOT.glob("configs/*.yaml"), *ROOT.glob("k8s/configs/*.yaml")])
+CONFIGS = sorted(ROOT.glob("configs/*.yaml"))
 
 VLLM = {"EngineSettings"}
 """Sections whose fields vLLM explains."""

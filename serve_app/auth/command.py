@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-import yaml
 
 from serve_app.auth.keys import Key, expired_keys, hash_key, new_key, plain_keys, read_keys
 from serve_app.auth.rotation import RotationError, add_secret, drop_old_secret, entry_of
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.usage import Quota
 from serve_app.system.command_line import WrongInput, run
+from serve_app.system.yaml_text import dump
 
 Command = TypeVar("Command", bound=Callable[..., object])
 
@@ -118,7 +118,7 @@ def new(
     entry["sha256"] = hash_key(key.encode())
     if quota := {name: entry.pop(name) for name in Quota.model_fields if name in entry}:
         entry["quota"] = quota
-    text = yaml.safe_dump([entry], sort_keys=False, allow_unicode=True)
+    text = dump([entry])
     try:
         read_keys(text, "the key")
     except SettingsError as error:

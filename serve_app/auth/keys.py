@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from datetime import UTC, date, datetime, time
 from typing import Annotated, Literal
 
-import yaml
 from pydantic import AfterValidator, Discriminator, Field, PlainValidator, Tag, TypeAdapter, ValidationError
 
 from serve_app.api.protocol import JSON, Flag
@@ -23,6 +22,7 @@ from serve_app.settings.batches import BatchLimits
 from serve_app.settings.fields import ServedId, Strict, Weight
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.usage import Quota
+from serve_app.system.yaml_text import NotYAMLError, load
 
 Tier = Literal["priority", "default", "flex"]
 State = Literal["valid", "disabled", "expired"]
@@ -231,14 +231,10 @@ def read_keys(text: str, source: str) -> list[Key]:
         SettingsError: The list is wrong. The message has the place and no value, which may be a key.
     """
     try:
-        content = yaml.load(text, KeysLoader)
-    except yaml.MarkedYAMLError as error:
-        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        problem = _QUOTED.sub(r"\1", error.problem or "")
-        raise SettingsError(f"{source}: this is not YAML: {problem}{line}") from None
-    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):
-        # All but the first: tags with values that are none of their types, and lists nested too deep.
-        raise SettingsError(f"{source}: this is not YAML") from None
+        content = load(text)
+    except NotYAMLError as error:
+        problem = _QUOTED.sub(r"\1", str(error))
+        raise SettingsError(f"{source}: {problem}") from None
     if not isinstance(content, list):
         raise SettingsError(f"{source}: must be a list of keys, each with name, sha256 and tenant")
     try:
@@ -273,16 +269,6 @@ def expired_keys(keys: Sequence[Key], now: float) -> list[str]:
         for number, key in enumerate(keys)
         if key.expires and key.expires_at <= now
     ]
-
-
-class KeysLoader(yaml.SafeLoader):
-    """A reader that leaves dates as text, so that a wrong one has a path in its error."""
-
-
-KeysLoader.yaml_implicit_resolvers = {
-    first: [(tag, form) for tag, form in resolvers if tag != "tag:yaml.org,2002:timestamp"]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
 
 
 def _describe(place: tuple[int | str, ...], type: str, message: str) -> str:

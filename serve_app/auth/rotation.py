@@ -1,18 +1,13 @@
 """Rotation of a key's secret: a change of its hashes in the text of a keys file.
 
-While a key has two hashes, clients may use either secret. The text keeps its comments and its form: only the
-value of `sha256` changes.
+While a key has two hashes, clients may use either secret. The text keeps its comments.
 """
 
-import json
 from collections.abc import Sequence
 
-import yaml
-
-from serve_app.auth.keys import Key, KeysLoader, read_keys
+from serve_app.auth.keys import Key, read_keys
 from serve_app.settings.schema import SettingsError
-
-Span = tuple[int, int]
+from serve_app.system.yaml_text import FormError, dump, load, updated
 
 
 class RotationError(ValueError):
@@ -64,8 +59,7 @@ def entry_of(text: str, name: str) -> str:
         text: A valid list of keys.
         name: The key.
     """
-    entry = next(entry for entry in yaml.load(text, KeysLoader) if entry["name"] == name)
-    return yaml.safe_dump([entry], sort_keys=False, allow_unicode=True, width=200)
+    return dump([next(entry for entry in load(text) if entry["name"] == name)])
 
 
 def _key(text: str, name: str) -> Key:
@@ -78,38 +72,21 @@ def _key(text: str, name: str) -> Key:
 def _changed(text: str, key: Key, hashes: Sequence[str]) -> str:
     """Return the text with other hashes of a key, checked by reading it again."""
     value = hashes[0] if len(hashes) == 1 else list(hashes)
-    start, end = _span(text, key.name)
-    # Behind a key in quotes, as in JSON, the value is in JSON too: YAML reads both.
-    quoted = text[start - 1] in "\"'"
-    written = json.dumps(value) if quoted else str(value).replace("'", "")
-    changed = f"{text[:start]}: {written}{text[end:]}"
-    before = read_keys(text, "the keys file")
+    content = load(text)
+    next(entry for entry in content if entry["name"] == key.name)["sha256"] = value
     expected = [
         other.model_copy(update={"sha256": value if len(hashes) == 1 else tuple(hashes)})
         if other.name == key.name
         else other
-        for other in before
+        for other in read_keys(text, "the keys file")
     ]
     try:
-        right = read_keys(changed, "the changed keys file") == expected
-    except SettingsError:
-        right = False
-    if not right:
-        raise RotationError(
-            f"the entry of {key.name} has a form that can't be changed in place; change its sha256 by hand, "
-            "or write it as a hash or a list of two"
-        )
-    return changed
-
-
-def _span(text: str, name: str) -> Span:
-    """Return where the value of `sha256` in a key's entry is: from the end of its key to its own end."""
-    entries = yaml.compose(text, KeysLoader)
-    for entry in entries.value if entries else ():
-        fields = {field.value: (field, value) for field, value in entry.value}
-        if "name" in fields and fields["name"][1].value == name and "sha256" in fields:
-            field, value = fields["sha256"]
-            # The end of a list in block style is where the next thing begins, behind comments.
-            block = isinstance(value, yaml.SequenceNode) and not value.flow_style
-            return field.end_mark.index, (value.value[-1] if block else value).end_mark.index
-    raise RotationError(f"the entry of {name} takes its hash from another place; change it there by hand")
+        changed = updated(text, content)
+        if read_keys(changed, "the changed keys file") == expected:
+            return changed
+    except (FormError, SettingsError):
+        pass
+    raise RotationError(
+        f"the entry of {key.name} has a form that can't be changed in place; change its sha256 by hand, "
+        "or write it as a hash or a list of two"
+    )

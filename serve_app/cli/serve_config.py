@@ -5,9 +5,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-import yaml
 from pydantic import ValidationError
-from ray.serve._private.constants import RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S
 from ray.serve.schema import RayActorOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
 from serve_app.api.validation import is_port, suggestion
@@ -17,10 +15,12 @@ from serve_app.ingress import haproxy
 from serve_app.ingress.status import engine_name
 from serve_app.models.engine_check import check_engine
 from serve_app.settings.completion import IMPORT_PATH, complete_config
+from serve_app.settings.environment import HARD_STOP
 from serve_app.settings.messages import plain_errors
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.schema import parse
 from serve_app.settings.user_config import parse_user_config
+from serve_app.system.yaml_text import load, updated_or_new
 
 
 def read_config(path: Path) -> ServeDeploySchema:
@@ -30,7 +30,7 @@ def read_config(path: Path) -> ServeDeploySchema:
         ConfigError: It can't be read, or a value in it is wrong.
     """
     try:
-        content = yaml.safe_load(path.read_text())
+        content = load(path.read_text())
         config = ServeDeploySchema.model_validate(content)
         # Serve itself ignores unknown keys, and with them typos.
         if unknown := sorted(set(content) - set(ServeDeploySchema.model_fields)):
@@ -59,7 +59,7 @@ def read_config(path: Path) -> ServeDeploySchema:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except ValidationError as error:
         raise ConfigError(f"{path}: {plain_errors(error)}") from None
-    except (yaml.YAMLError, ValueError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path}: {error}") from None
     return config
 
@@ -92,11 +92,8 @@ def _check_gpus(app: ServeApplicationSchema, model: LLMSettings) -> None:
 
 def answer_s(config: ServeDeploySchema) -> float:
     """Return the seconds that an answer may take while its replica stops."""
-    default = RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S
-    limits = (
-        _environment(app).get("RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S", default) for app in config.applications
-    )
-    return max(map(float, limits), default=float(default))
+    limits = (_environment(app).get(HARD_STOP.name, HARD_STOP.value) for app in config.applications)
+    return max(map(float, limits), default=float(HARD_STOP.value))
 
 
 def controller_environment(config: ServeDeploySchema) -> Mapping[str, str]:
@@ -113,11 +110,11 @@ def asks_for_keys(config: ServeDeploySchema) -> bool:
 
 def with_request_log(text: str, log_format: str) -> str:
     """Return a config with another `telemetry.request_log` in this project's applications."""
-    config = yaml.safe_load(text)
+    config = load(text)
     for app in config["applications"]:
         if app["import_path"] == IMPORT_PATH:
             app["args"]["telemetry"] = (app["args"].get("telemetry") or {}) | {"request_log": log_format}
-    return yaml.safe_dump(config, sort_keys=False)
+    return updated_or_new(text, config)
 
 
 def _environment(app: ServeApplicationSchema) -> Mapping[str, str]:

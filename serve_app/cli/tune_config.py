@@ -8,11 +8,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import click
-import yaml
 
 from serve_app.api.protocol import JSON
 from serve_app.cli.dashboard import Dashboard
 from serve_app.client import base_url
+from serve_app.system.yaml_text import NotYAMLError, load, updated_or_new
 from serve_app.tuning.choice import Choice
 from serve_app.tuning.config_change import Change, ChangeError, changed
 from serve_app.tuning.generator import Generator
@@ -92,11 +92,13 @@ def read_config(path: Path) -> JSON:
         click.UsageError: It can't be read, or is none; the message names the field.
     """
     try:
-        content = yaml.safe_load(path.read_text())
+        content = load(path.read_text())
     except OSError as error:
         raise click.UsageError(f"--write {path}: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise click.UsageError(f"--write {path}: is not YAML: {' '.join(str(error).split())}") from None
+    except UnicodeDecodeError:
+        raise click.UsageError(f"--write {path}: this is not UTF-8") from None
+    except NotYAMLError as error:
+        raise click.UsageError(f"--write {path}: {error}") from None
     if not isinstance(content, dict) or not isinstance(content.get("applications"), list):
         raise click.UsageError(f"--write {path}: is no config of Ray Serve: it has no applications")
     try:
@@ -133,7 +135,7 @@ def _mapping(place: str, value: Any) -> JSON:
 
 
 def write_config(path: Path, model: str, choice: Choice) -> Change:
-    """Put the settings into a config; the one before is kept beside it, with its comments.
+    """Put the settings into a config, whose comments stay; the config before is kept beside it.
 
     Raises:
         click.ClickException: The config has no such model, or can't be written.
@@ -144,7 +146,7 @@ def write_config(path: Path, model: str, choice: Choice) -> Change:
         shutil.copyfile(path, before)
         # A config may hold secrets.
         shutil.copymode(path, before)
-        path.write_text(yaml.safe_dump(change.config, sort_keys=False, allow_unicode=True))
+        path.write_text(updated_or_new(path.read_text(), change.config))
     except ChangeError as error:
         raise click.ClickException(f"--write {path}: {error}") from None
     except OSError as error:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import yaml
 
 from serve_app.cli.option_values import moment, parsed
 from serve_app.ledger.prices import NOTHING, Prices, prices_of
@@ -20,6 +19,7 @@ from serve_app.settings.completion import IMPORT_PATH
 from serve_app.settings.schema import parse
 from serve_app.settings.usage import UsageSettings
 from serve_app.system.command_line import WrongInput
+from serve_app.system.yaml_text import load
 
 NUMBERS = ("calls", "prompt_tokens", "cached_tokens", "output_tokens", "cost", "wait_s", "engine_s")
 
@@ -125,12 +125,12 @@ def usage(
 def _settings(path: Path) -> UsageSettings:
     """Return the part `usage` of a config."""
     try:
-        content = yaml.safe_load(path.read_text())
+        content = load(path.read_text())
         apps = content["applications"] if isinstance(content, dict) else []
         found = [parse(app.get("args") or {}).usage for app in apps if app.get("import_path") == IMPORT_PATH]
     except OSError as error:
         raise WrongInput(f"{path}: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError) as error:
+    except ValueError as error:
         raise WrongInput(f"{path}: {error}") from None
     except (KeyError, TypeError, AttributeError):
         raise WrongInput(f"{path}: this is no config of Ray Serve") from None

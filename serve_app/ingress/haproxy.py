@@ -1,20 +1,22 @@
 """HAProxy's configuration, as Ray Serve writes it, with what Ray Serve has no setting for.
 
-- A limit of connections for each frontend and for each address of a client.
+- A limit of connections for each frontend and for each address of a client, and of seconds for a request.
+- No splicing: with it HAProxy 2.8 doesn't notice that a client disconnects while it waits for an answer.
+- The body of a request in a buffer, so that HAProxy can send the request again when a replica dies.
+- The client's address in X-Forwarded-For, for API keys with `allow_from`.
 - Statistics and metrics on loopback.
 - The admin socket, which gives the listening sockets away, in a folder that only this user may enter.
 - Pages of HAProxy's own in the shape of this service's errors.
 
-Ray Serve renders the configuration from a template, in one process per node. The controller's variable
-`__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR`, which the processes of the proxies inherit, has Ray call `prepare`
-in each of them before it loads any part of Ray Serve.
+Ray Serve renders the configuration from a template, in one process per node. The controller's environment
+names `prepare` (`serve_app.settings.environment`), and the processes of the proxies inherit the environment:
+Ray calls `prepare` in each of them before it loads any part of Ray Serve.
 """
 
 import json
 import os
 import re
 import resource
-import sys
 from collections.abc import Mapping, MutableMapping
 from importlib import import_module
 from ipaddress import ip_network
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from serve_app.api.errors import RequestError
+from serve_app.settings.environment import OF_CONTROLLER, set_variables
 from serve_app.system.private_files import close_session, close_to_others, private_folder, token_file
 
 FOLDER = Path(f"/tmp/saturate-{os.geteuid()}")
@@ -41,6 +44,7 @@ SOCKETS = ("RAY_SERVE_HAPROXY_SOCKET_PATH", "RAY_SERVE_HAPROXY_METRICS_SOCKET_PA
 PER_ADDRESS = "SATURATE_HAPROXY_CONNECTIONS_PER_ADDRESS"
 TRUSTED = "SATURATE_HAPROXY_TRUSTED_PROXIES"
 STATISTICS_HOST = "SATURATE_HAPROXY_STATISTICS_HOST"
+REQUEST_S = "SATURATE_HAPROXY_REQUEST_TIMEOUT_S"
 MAXCONN = "RAY_SERVE_HAPROXY_MAXCONN"
 
 LEAST_CONNECTIONS = 4096
@@ -64,12 +68,15 @@ class Limits(NamedTuple):
         per_address: Connections of a client's address, for IPv6 of its /64; 0: no limit.
         trusted: Addresses and ranges without that limit: proxies in front, which have many clients each.
         statistics_host: Address that statistics and metrics listen on.
+        request_s: Seconds within which a request has to arrive, up to the size of HAProxy's buffer. A client
+            that sends byte by byte loses its connection.
     """
 
     connections: int
     per_address: int
     trusted: tuple[str, ...] = ()
     statistics_host: str = "127.0.0.1"
+    request_s: int = 30
 
 
 def read_limits(environment: Mapping[str, str] = os.environ, allowed: int = -1) -> Limits:
@@ -94,7 +101,8 @@ def read_limits(environment: Mapping[str, str] = os.environ, allowed: int = -1) 
         raise ValueError(f"{STATISTICS_HOST}: {host!r} is no address; 127.0.0.1, or * for all interfaces")
     # One address can't take what all the others need.
     per_address = _number(environment, PER_ADDRESS, number // 4, 0)
-    return Limits(number, per_address, tuple(trusted), host)
+    request_s = _number(environment, REQUEST_S, 30, 1)
+    return Limits(number, per_address, tuple(trusted), host, request_s)
 
 
 def connections(environment: Mapping[str, str], allowed: int) -> int:
@@ -137,8 +145,7 @@ def prepare(environment: MutableMapping[str, str] = os.environ) -> None:
     for name, path in FILES.items():
         environment.setdefault(name, str(path))
     make_folders(environment)
-    if "ray.serve._private.constants" in sys.modules:
-        raise RuntimeError("Ray Serve was loaded before its HAProxy could be prepared")
+    set_variables(OF_CONTROLLER, environment)
     _, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
     limits = read_limits(environment, allowed)
     environment[MAXCONN] = str(limits.connections)
@@ -167,8 +174,20 @@ def with_limits(template: str, limits: Limits) -> str:
     host, few = limits.statistics_host, STATISTICS_CONNECTIONS
     guarded = "\n".join(("", *_frontend_lines(limits)))
     for old, new in (
-        # Splicing is off, and HAProxy would keep a file for each of its pipes.
-        ("    maxconn {{ config.maxconn }}\n", "    maxconn {{ config.maxconn }}\n    maxpipes 1\n"),
+        # Without `maxpipes` HAProxy would keep a file for each pipe of the splicing that is off.
+        (
+            "    maxconn {{ config.maxconn }}\n",
+            "    maxconn {{ config.maxconn }}\n    nosplice\n    maxpipes 1\n",
+        ),
+        (
+            "    option splice-request\n    option splice-response\n",
+            "    option http-buffer-request\n    option forwardfor\n",
+        ),
+        (
+            "    {% if config.timeout_http_request_s is not none %}"
+            "timeout http-request {{ config.timeout_http_request_s }}s{% endif %}\n",
+            f"    timeout http-request {limits.request_s}s\n",
+        ),
         ("{{ config.socket_path }} mode 666 level", "{{ config.socket_path }} mode 600 level"),
         (
             "    bind :{{ config.metrics_port }}",

@@ -10,12 +10,10 @@ from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.jobs.errors import RunError
 from serve_app.jobs.rows import Answer
+from serve_app.settings.environment import MESSAGES
 from serve_app.system import cancellation
 
 STATS_TIMEOUT_S = 10.0
-
-MESSAGE_BYTES = 64 << 20
-"""Most bytes of an answer over the handle, unless the environment sets it; gRPC's default is 4 MiB."""
 
 
 def engine_handle(app: str, model: str) -> Any:
@@ -29,7 +27,7 @@ def engine_handle(app: str, model: str) -> Any:
         RunError: There is no cluster, or no such Engine in it.
     """
     # Ray Serve reads this variable once, at import.
-    os.environ.setdefault("RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH", str(MESSAGE_BYTES))
+    os.environ.setdefault(MESSAGES.name, MESSAGES.value)
     import ray
     from ray import serve
 

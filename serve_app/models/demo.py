@@ -1,9 +1,9 @@
 """The service of the demo model, as in configs/local.yaml."""
 
 from serve_app.models.devices import Machine
-from serve_app.models.document import Item, Section
 from serve_app.models.service import ONE_PROCESS, Service
 from serve_app.settings.sources import DEMO_MODEL
+from serve_app.system.yaml_text import Item, Section
 
 NAME = "demo"
 
@@ -32,8 +32,6 @@ def demo_service(machine: Machine, head: str) -> Service:
             {"temperature": Item(0), "max_tokens": Item(16)},
             "Defaults of /generate. Greedy, since the demo model does sums.",
         ),
-        long_answers=False,
-        cpu=not gpu,
         offline=True,
         folder="local",
         ingress={

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 from ray.serve.schema import ServeDeploySchema
 
@@ -13,7 +12,6 @@ from serve_app.models import installed_vllm
 from serve_app.models.choose import GOOD_CONTEXT, SEQUENCES, Choice, choose
 from serve_app.models.demo import NAME, demo_service
 from serve_app.models.devices import Machine
-from serve_app.models.document import put
 from serve_app.models.engine_check import check_engine
 from serve_app.models.errors import ModelError, OptionError
 from serve_app.models.hub import Hub
@@ -24,6 +22,7 @@ from serve_app.models.service import ServeConfig, Service, serve_config
 from serve_app.models.source import read_source
 from serve_app.settings.messages import plain_errors
 from serve_app.settings.schema import SettingsError, parse
+from serve_app.system.yaml_text import load, put
 
 SET = "Set on the command line."
 
@@ -147,7 +146,7 @@ def _checked(config: ServeConfig) -> str:
         OptionError: A value that was set is wrong.
     """
     text = config.text()
-    content: Any = yaml.safe_load(text)
+    content: Any = load(text)
     try:
         (app,) = ServeDeploySchema.model_validate(content).applications
         for model in parse(app.args).models:

@@ -4,9 +4,9 @@ import re
 
 from serve_app.models.architecture import DTYPE_BYTES, Architecture
 from serve_app.models.choose import BFLOAT16_FROM, GOOD_CONTEXT, LARGE_GPU, SEQUENCES, Choice
-from serve_app.models.document import Item, Section
 from serve_app.models.memory import CPU_RESERVE, RESERVE, Sums, gb
 from serve_app.models.service import ONE_PROCESS, Service
+from serve_app.system.yaml_text import Item, Section
 
 ANSWER_TOKENS, REASONING_TOKENS = 512, 4096
 """Default of `max_tokens` for `/generate`, without and with reasoning before the answer."""
@@ -41,8 +41,6 @@ def model_service(choice: Choice, id: str, head: str) -> Service:
         source=choice.files.source,
         engine=_engine(choice),
         sampling=_sampling(choice),
-        long_answers=True,
-        cpu=not choice.devices,
         offline=False,
         folder=id,
         ingress=_ingress(ingress_cores, int(spare / ingress_cores) if choice.devices else 1),

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from serve_app.api.validation import is_port, suggestion
@@ -19,6 +18,7 @@ from serve_app.models.installed_vllm import TEXTS, Option
 from serve_app.settings.models import EngineSettings, LLMSettings
 from serve_app.settings.schema import Settings, SettingsError, parse
 from serve_app.settings.serve_options import DONE, MOVED, REFUSED, refusal
+from serve_app.system.yaml_text import NotYAMLError, load
 
 Part = Literal["http", "args", "model", "deployment"]
 
@@ -386,6 +386,6 @@ def _value(text: str, annotation: Any, written: str) -> Any:
 def _yaml(text: str, written: str) -> Any:
     """Return the value of a text that is YAML, and so may be JSON."""
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise OptionError(f"{written}: {text!r} is not YAML: {' '.join(str(error).split())}") from None
+        return load(text)
+    except NotYAMLError as error:
+        raise OptionError(f"{written}: {text!r}: {error}") from None

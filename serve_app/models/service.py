@@ -4,11 +4,10 @@ from copy import deepcopy
 from dataclasses import dataclass
 
 from serve_app.ingress.status import engine_name
-from serve_app.models.document import Item, Section, render
-from serve_app.models.variables import variable_section
-from serve_app.settings.environment import CONTROLLER, REPLICAS, controller_variables, replica_variables
+from serve_app.settings.environment import CONTROLLER, DRAINING, OFFLINE, REPLICAS, Variable
 from serve_app.settings.ingress import IngressSettings
 from serve_app.settings.models import BatcherSettings
+from serve_app.system.yaml_text import Item, Section, render
 
 HOST, PORT = "127.0.0.1", 8000
 
@@ -30,8 +29,6 @@ class Service:
         source: Hugging Face id, directory, or saturate://demo.
         engine: Options of the engine.
         sampling: Defaults of /generate.
-        long_answers: Answers may take minutes.
-        cpu: The model runs on the CPU.
         offline: All its files are on this machine.
         folder: Name of the folder of its batches.
         ingress: Options of the Ingress deployment.
@@ -43,8 +40,6 @@ class Service:
     source: str
     engine: Section
     sampling: Item
-    long_answers: bool
-    cpu: bool
     offline: bool
     folder: str
     ingress: Section
@@ -62,7 +57,7 @@ class ServeConfig:
         model: The entry of the model.
         ingress: The Ingress deployment.
         deployment: The Engine deployment.
-        environments: Variables of the controller and of the replicas.
+        environment: Variables of the replicas.
     """
 
     head: str
@@ -71,23 +66,22 @@ class ServeConfig:
     model: Section
     ingress: Section
     deployment: Section
-    environments: tuple[Section, Section]
+    environment: Section
 
     def text(self) -> str:
         """Return the config as YAML."""
-        controller, replicas = self.environments
         application = {
             "name": Item("llm", "Name of the application, for deployment handles."),
             "route_prefix": Item("/", "Path prefix of all routes."),
             "import_path": Item(
                 "serve_app.app:build", "The function that builds the application from `args`."
             ),
-            "runtime_env": Item({"env_vars": Item(replicas)}, REPLICAS),
+            "runtime_env": Item({"env_vars": Item(self.environment)}),
             "args": Item({"models": Item([self.model]), **self.args}),
             "deployments": Item([self.ingress, self.deployment]),
         }
         document = {
-            "controller_options": Item({"runtime_env": Item({"env_vars": Item(controller)})}, CONTROLLER),
+            "controller_options": Item({"runtime_env": Item({"env_vars": Item(_variables(CONTROLLER))})}),
             "http_options": Item(self.http),
             "applications": Item([application]),
         }
@@ -123,18 +117,12 @@ def serve_config(service: Service) -> ServeConfig:
             "name": Item(engine_name(service.id), "The model. The name is `Engine:` and the id from above."),
             **service.deployment,
         },
-        environments=(
-            variable_section(controller_variables(long_answers=service.long_answers)),
-            variable_section(
-                replica_variables(
-                    long_answers=service.long_answers,
-                    one_machine=True,
-                    cpu=service.cpu,
-                    offline=service.offline,
-                )
-            ),
-        ),
+        environment=_variables(REPLICAS, DRAINING, *([OFFLINE] if service.offline else [])),
     )
+
+
+def _variables(*variables: Variable) -> Section:
+    return {variable.name: Item(variable.value, variable.reason) for variable in variables}
 
 
 def _batcher() -> Section:

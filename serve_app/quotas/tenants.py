@@ -3,7 +3,6 @@
 import hashlib
 import logging
 
-import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from serve_app.api.scheduling import Tenant
@@ -11,6 +10,7 @@ from serve_app.api.validation import field_path, suggestion
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.usage import Quota, QuotasSettings
 from serve_app.settings.watched_file import WatchedFile
+from serve_app.system.yaml_text import NotYAMLError, load
 
 logger = logging.getLogger("ray.serve")
 
@@ -28,13 +28,9 @@ def read_quotas(text: str, source: str) -> dict[str, Quota]:
         SettingsError: A quota is wrong; the message has its path.
     """
     try:
-        content = yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise SettingsError(f"{source}: this is not YAML: {error.problem}{line}") from None
-    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):
-        # All but the first: values that are none of their types, and objects that are nested too deep.
-        raise SettingsError(f"{source}: this is not YAML") from None
+        content = load(text)
+    except NotYAMLError as error:
+        raise SettingsError(f"{source}: {error}") from None
     if not isinstance(content, dict):
         raise SettingsError(f"{source}: must be an object with a quota for each tenant")
     try:

@@ -1,32 +1,22 @@
-"""Completion of a Serve config: the environment variables that a short config leaves out.
+"""Completion of a Serve config: what a short config leaves out.
 
-A value that the config sets is kept. A variable that the controller and the replicas must agree on, and that
-the config sets for one of them, gets the same value for the other.
+A complete config names the functions that set the environment (`serve_app.settings.environment`). A value
+that the config sets is kept. A variable that the controller and the replicas must agree on, and that the
+config sets for one of them, gets the same value for the other.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from serve_app.api.protocol import JSON
 from serve_app.settings.addresses import is_loopback
-from serve_app.settings.environment import (
-    CLIENT_HEADERS,
-    LONG_ANSWERS,
-    MESSAGES,
-    TRANSPORT,
-    Variable,
-    controller_variables,
-    replica_variables,
-)
+from serve_app.settings.environment import CONTROLLER, DRAINING, OFFLINE, REPLICAS, SHARED, Variable
 from serve_app.settings.sources import DEMO_MODEL
 
 IMPORT_PATH = "serve_app.app:build"
 """The `import_path` of this project's applications."""
-
-SHARED = (*TRANSPORT, CLIENT_HEADERS, *LONG_ANSWERS)
-"""The variables that must have the same value for the controller and the replicas."""
 
 OWN_FUNCTIONS = "serve_app."
 """Beginning of the `target` of functions that load no file from elsewhere."""
@@ -64,27 +54,15 @@ def missing_variables(config: JSON) -> Missing:
     controller = _environment(config.get("controller_options"))
     replicas = {index: _environment(app) for index, app in apps.items()}
     said = {name: value for own in (*replicas.values(), controller) for name, value in own.items()}
-    agreed = {variable.name: str(said[variable.name]) for variable in SHARED if variable.name in said}
+    agreed = [replace(one, value=str(said[one.name]), reason="") for one in SHARED if one.name in said]
     # Ray Serve's default is all interfaces.
     one_machine = is_loopback(str(_mapping(config.get("http_options")).get("host")))
-    rehearsal = all(_needs_no_download(model) for app in apps.values() for model in _models(app))
-    long_answers = not (one_machine and rehearsal)
+    models = [model for app in apps.values() for model in _models(app)]
+    offline = bool(models) and all(map(_needs_no_download, models))
+    chosen = [REPLICAS, *([DRAINING] if one_machine else []), *([OFFLINE] if offline else []), *agreed]
     return Missing(
-        _left_out(controller_variables(long_answers=long_answers), agreed, controller),
-        {
-            index: _left_out(
-                replica_variables(
-                    long_answers=long_answers,
-                    one_machine=one_machine,
-                    cpu=not _takes_gpus(app),
-                    offline=rehearsal,
-                    largest_body=_largest_body(app),
-                ),
-                agreed,
-                replicas[index],
-            )
-            for index, app in apps.items()
-        },
+        tuple(one for one in (CONTROLLER, *agreed) if one.name not in controller),
+        {index: tuple(one for one in chosen if one.name not in own) for index, own in replicas.items()},
     )
 
 
@@ -105,45 +83,17 @@ def complete_config(config: JSON) -> JSON:
     return whole
 
 
-def _left_out(
-    variables: Sequence[Variable], agreed: Mapping[str, str], own: Mapping[str, Any]
-) -> tuple[Variable, ...]:
-    """Return the variables of a place that it doesn't set, with the values that both places agree on."""
-    names = {variable.name for variable in variables}
-    wanted = (*variables, *(one for one in SHARED if one.name in agreed and one.name not in names))
-    return tuple(
-        replace(variable, value=agreed.get(variable.name, variable.value))
-        for variable in wanted
-        if variable.name not in own
-    )
-
-
-def _add(section: JSON, variables: Sequence[Variable]) -> None:
+def _add(section: JSON, variables: tuple[Variable, ...]) -> None:
     section["runtime_env"] = runtime_env = _mapping(section.get("runtime_env"))
     added = {variable.name: variable.value for variable in variables}
     runtime_env["env_vars"] = added | _mapping(runtime_env.get("env_vars"))
 
 
 def _needs_no_download(model: JSON) -> bool:
-    """Return whether a model is the demo, a simulation or a function of this project, with quick answers."""
+    """Return whether a model is the demo, a simulation or a function of this project."""
     if model.get("kind") == "function":
         return str(model.get("target")).startswith(OWN_FUNCTIONS)
     return model.get("simulate") is not None or model.get("source") == DEMO_MODEL
-
-
-def _takes_gpus(app: JSON) -> bool:
-    """Return whether a deployment of an application reserves GPUs."""
-    for deployment in _list(app.get("deployments")):
-        options = _mapping(_mapping(deployment).get("ray_actor_options"))
-        bundles = _list(_mapping(deployment).get("placement_group_bundles"))
-        if options.get("num_gpus") or any(_mapping(bundle).get("GPU") for bundle in bundles):
-            return True
-    return False
-
-
-def _largest_body(app: JSON) -> int:
-    size = _mapping(_mapping(app.get("args")).get("ingress")).get("max_body_bytes")
-    return size if isinstance(size, int) else int(MESSAGES.value) // 2
 
 
 def _models(app: JSON) -> Iterator[JSON]:

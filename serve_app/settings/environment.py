@@ -1,17 +1,19 @@
 """Environment of Serve's controller and of the replicas: each variable, its value and the reason for it.
 
-Ray Serve reads these variables from two places of a config, which must agree: the controller, which starts
-HAProxy, and the replicas. `serve_app.settings.completion` adds them to a config that leaves them out.
+Ray Serve reads these variables when a process loads it. A config names a function for both places of its
+environment; Ray calls the function in each process before it loads Ray Serve, and the function sets the
+variables. `serve_app.ingress.haproxy.prepare` is the function of the controller and the proxies, `prepare`
+the function of the replicas. A variable that the config, or the environment of the machine, sets keeps its
+value.
 """
 
-from dataclasses import dataclass, replace
+import os
+import sys
+from collections.abc import Iterable, MutableMapping
+from dataclasses import dataclass
 
-CONTROLLER = (
-    "Environment of Serve's controller, which starts HAProxy. The variables that `applications` below sets "
-    "too must have the same values in both places."
-)
-REPLICAS = "Environment of the replicas; see controller_options."
-"""The comments above the two places."""
+HOOK = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
+"""The variable that names the function. Ray has a public field for it for whole jobs only."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Variable:
     Attributes:
         name: Its name.
         value: Its value.
-        reason: The comment above it; empty: that of the variable before holds for it too.
+        reason: What it does, and why it has this value; empty: see the variable before it.
     """
 
     name: str
@@ -29,31 +31,35 @@ class Variable:
     reason: str = ""
 
 
+CONTROLLER = Variable(
+    HOOK,
+    "serve_app.ingress.haproxy.prepare",
+    "HTTP through HAProxy, and HAProxy's limits: this function sets the variables of configs/reference.md "
+    "that the config doesn't set beside it.",
+)
+REPLICAS = Variable(HOOK, "serve_app.settings.environment.prepare", "The same for the replicas.")
+"""What a config has in `controller_options` and in each application."""
+
+HAPROXY = Variable(
+    "RAY_SERVE_ENABLE_HA_PROXY",
+    "1",
+    "HTTP through HAProxy, handle calls over gRPC. Set all three: without HAProxy the second one moves all "
+    "HTTP to the head node.",
+)
 TRANSPORT = (
-    Variable(
-        "RAY_SERVE_ENABLE_HA_PROXY",
-        "1",
-        "HTTP through HAProxy, handle calls over gRPC. Set all three: without HAProxy the second one moves "
-        "all HTTP to the head node.",
-    ),
+    HAPROXY,
     Variable("RAY_SERVE_THROUGHPUT_OPTIMIZED", "1"),
     Variable("RAY_SERVE_USE_GRPC_BY_DEFAULT", "1"),
 )
 """For the controller and the replicas."""
 
-HAPROXY = (
-    Variable(
-        "RAY_SERVE_HAPROXY_LOG_TARGET",
-        "127.0.0.1:514 local0 emerg\n    nosplice\n    log 127.0.0.1:514",
-        "Adds HAProxy's option `nosplice`, for which Ray Serve has no setting. With splicing, HAProxy 2.8 "
-        "doesn't notice that a client disconnects while it waits for an answer, and the engine goes on.",
-    ),
-    Variable(
-        "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM",
-        "leastconn\n    timeout http-request 30s",
-        "Adds a limit for the head of a request in the same way: a client that sends it byte by byte loses "
-        "its connection after 30 s.",
-    ),
+CONNECTIONS = Variable(
+    "RAY_SERVE_HAPROXY_MAXCONN",
+    "12000",
+    "Connections of a node's HAProxy, or as many as its open files allow (two for each). An address of "
+    "clients may have a quarter of them; name a proxy in front in SATURATE_HAPROXY_TRUSTED_PROXIES.",
+)
+PROXY = (
     Variable(
         "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S",
         "120",
@@ -61,11 +67,11 @@ HAPROXY = (
     ),
     Variable(
         "RAY_SERVE_HAPROXY_RETRY_ON",
-        "conn-failure empty-response\n    option http-buffer-request\n    retries 8\n    option forwardfor",
+        "conn-failure empty-response",
         "If an Ingress replica dies before it answers, HAProxy sends the request to another one. It buffers "
-        "the body for that; a body above the buffer (RAY_SERVE_HAPROXY_TUNE_BUFSIZE, 16 KiB) is sent once. "
-        "`forwardfor` appends the client's address to X-Forwarded-For, for API keys with `allow_from`.",
+        "the body for that; a body above the buffer (RAY_SERVE_HAPROXY_TUNE_BUFSIZE, 16 KiB) is sent once.",
     ),
+    Variable("RAY_SERVE_HAPROXY_RETRIES", "8"),
     Variable(
         "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT",
         "1",
@@ -77,23 +83,9 @@ HAPROXY = (
         "1",
         "Seconds between two health checks of HAProxy. Serve starts another HAProxy after the third failure.",
     ),
+    CONNECTIONS,
 )
-"""For the controller, which starts HAProxy."""
-
-PREPARATION = Variable(
-    "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR",
-    "serve_app.ingress.haproxy.prepare",
-    "Adds to HAProxy's configuration the limits for each address and each port, a private folder for its "
-    "sockets, statistics on loopback (SATURATE_HAPROXY_STATISTICS_HOST), and errors in JSON.",
-)
-CONNECTIONS = Variable(
-    "RAY_SERVE_HAPROXY_MAXCONN",
-    "12000",
-    "Connections of a node's HAProxy, or as many as its open files allow (two for each). An address of "
-    "clients may have a quarter of them; name a proxy in front in SATURATE_HAPROXY_TRUSTED_PROXIES.",
-)
-LIMITS = (CONNECTIONS, PREPARATION)
-"""For the controller; the processes of the proxies inherit its environment."""
+"""For the controller, which starts HAProxy; the processes of the proxies inherit its environment."""
 
 START_LIMITS = (
     Variable(
@@ -131,13 +123,14 @@ PATIENCE = 3
 PROXY_START_S = 300
 """Seconds that `serve run` waits for Ray Serve's proxy in a second try; Ray Serve's own 60 s in the first."""
 
-LONG_ANSWERS = (
-    Variable(
-        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S",
-        "900",
-        "Longest stream, in seconds. When replicas come or go, HAProxy reloads and ends the answers that "
-        "still run after this time.",
-    ),
+HARD_STOP = Variable(
+    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S",
+    "900",
+    "Longest stream, in seconds. When replicas come or go, HAProxy reloads and ends the answers that still "
+    "run after this time.",
+)
+ANSWERS = (
+    HARD_STOP,
     Variable(
         "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S",
         "600",
@@ -145,71 +138,59 @@ LONG_ANSWERS = (
         "start.",
     ),
 )
-"""For the controller and the replicas of models whose answers take minutes."""
+"""For the controller and the replicas."""
 
 CLIENT_HEADERS = Variable(
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH",
     "serve_app.ingress.header_filter:middlewares",
-    "Removes headers of a client that Ray Serve would trust, and turns Ray Serve's own pages into errors in "
-    "JSON.",
-)
-DRAINING = Variable(
-    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S",
-    "3",
-    "Seconds that an Ingress replica waits before it stops, so that HAProxy has removed it. 3 s are enough "
-    "on one machine.",
+    "Removes headers of a client that Ray Serve would trust, keeps uvicorn from trusting X-Forwarded-For, "
+    "and turns Ray Serve's own pages into errors in JSON.",
 )
 MESSAGES = Variable(
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH",
-    "67108864",
-    "Largest gRPC message in bytes, above `ingress.max_body_bytes`; gRPC's default is 4 MiB.",
+    str(2**31 - 1),
+    "Largest gRPC message in bytes: no limit but `ingress.max_body_bytes`. gRPC's own default is 4 MiB.",
 )
 THREADS = Variable(
     "VLLM_CPU_OMP_THREADS_BIND",
     "nobind",
-    "vLLM doesn't pin its threads to cores, which it shares with Ray's actors.",
+    "On a CPU vLLM doesn't pin its threads to cores, which it shares with Ray's actors.",
 )
-OFFLINE = Variable("HF_HUB_OFFLINE", "1", "No downloads from Hugging Face, and no usage reports.")
 NO_REPORTS = Variable("VLLM_NO_USAGE_STATS", "1", "No usage reports of vLLM.")
 
+SHARED = (*TRANSPORT, CLIENT_HEADERS, *ANSWERS)
+"""The variables that must have the same value for the controller and the replicas."""
 
-def controller_variables(*, long_answers: bool) -> tuple[Variable, ...]:
-    """Return the variables of `controller_options`.
+OF_CONTROLLER = (*SHARED, *PROXY, *START_LIMITS)
+OF_REPLICAS = (*SHARED, MESSAGES, THREADS, NO_REPORTS)
+"""What the functions of the two places set."""
 
-    Args:
-        long_answers: Answers may take minutes; else two minutes, Ray Serve's default.
+DRAINING = Variable(
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S",
+    "3",
+    "Seconds that an Ingress replica waits before it stops, so that HAProxy has removed it. 3 s are enough "
+    "on one machine; Ray Serve's default is 30.",
+)
+OFFLINE = Variable("HF_HUB_OFFLINE", "1", "No downloads from Hugging Face, and no usage reports.")
+"""What `saturate serve` adds to a config of one machine, and of models that need no download."""
+
+
+def prepare(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set the variables of a replica.
+
+    Raises:
+        RuntimeError: Ray Serve was loaded before.
     """
-    answers = LONG_ANSWERS if long_answers else ()
-    return (*TRANSPORT, *HAPROXY, *LIMITS, CLIENT_HEADERS, *START_LIMITS, *answers)
+    set_variables(OF_REPLICAS, environment)
 
 
-def replica_variables(
-    *, long_answers: bool, one_machine: bool, cpu: bool, offline: bool, largest_body: int = 0
-) -> tuple[Variable, ...]:
-    """Return the variables of an application's replicas.
+def set_variables(variables: Iterable[Variable], environment: MutableMapping[str, str]) -> None:
+    """Set the variables that an environment doesn't have.
 
-    Args:
-        long_answers: As for the controller.
-        one_machine: No other machine has replicas.
-        cpu: The model runs on the CPU.
-        offline: All files of the model are on this machine.
-        largest_body: Bytes of the largest request body; a message may have twice as many.
+    Raises:
+        RuntimeError: Ray Serve was loaded before, so that it would not see them.
     """
-    # The reasons of what the controller has too are there.
-    chosen: list[Variable] = [*map(_without_reason, (*TRANSPORT, CLIENT_HEADERS))]
-    if long_answers:
-        chosen += map(_without_reason, LONG_ANSWERS)
-    if one_machine:
-        chosen.append(DRAINING)
-    chosen.append(replace(MESSAGES, value=str(max(int(MESSAGES.value), 2 * largest_body))))
-    if cpu:
-        chosen.append(THREADS)
-    if offline:
-        chosen += (OFFLINE, _without_reason(NO_REPORTS))
-    else:
-        chosen.append(NO_REPORTS)
-    return tuple(chosen)
-
-
-def _without_reason(variable: Variable) -> Variable:
-    return Variable(variable.name, variable.value)
+    if "ray.serve._private.constants" in sys.modules:
+        raise RuntimeError("Ray Serve was loaded before its environment could be prepared")
+    for variable in variables:
+        environment.setdefault(variable.name, variable.value)

@@ -34,10 +34,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from serve_app.api.validation import field_path, suggestion
+from serve_app.system.yaml_text import NotYAMLError, load
 
 BLOCK = 16
 """Tokens of a KV block, as on a GPU."""
@@ -181,11 +181,11 @@ def read_profile(value: Any) -> Any:
         names = ", ".join(map(repr, PROFILES))
         raise ValueError(f"must be {names}, or the absolute path of a YAML file, not {value!r}")
     try:
-        content = yaml.safe_load(path.read_text())
+        content = load(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{value}: can't be read: {getattr(error, 'strerror', None) or error}") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f"{value}: is not YAML: {' '.join(str(error).split())}") from None
+    except NotYAMLError as error:
+        raise ValueError(f"{value}: {error}") from None
     if isinstance(content, dict):
         content = {"name": path.stem, **content}
     try:

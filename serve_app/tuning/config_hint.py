@@ -2,8 +2,7 @@
 
 from typing import Any
 
-import yaml
-
+from serve_app.system.yaml_text import dump
 from serve_app.tuning.goals import Goal
 from serve_app.tuning.replica import Settings
 from serve_app.tuning.trials import Trial
@@ -33,7 +32,7 @@ def snippet(answer: Trial, default: Settings, goals: tuple[Goal, ...]) -> str:
     sections = model_settings(answer.settings, default)
     lines = []
     if sections:
-        lines += ["# in args.models, at the model:", yaml.safe_dump(sections, sort_keys=False).rstrip()]
+        lines += ["# in args.models, at the model:", dump(sections).rstrip()]
     if held := batcher_goals(goals):
         text = ", ".join(f"{name}: {value:g}" for name, value in held.items())
         lines.append(f"# beside requests of the tier flex, also: batcher: {{goals: {{{text}}}}}")

@@ -5,8 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
+from serve_app.system.yaml_text import dump
 from serve_app.tuning.choice import Choice
 from serve_app.tuning.edge import Edge
 from serve_app.tuning.goals import METRICS, Goal
@@ -159,7 +158,7 @@ def fields(step: Step) -> dict[str, Any]:
 def choice_lines(choice: Choice, model: str) -> list[str]:
     """Return the lines to put into a config."""
     lines = [f"settings for {choice.rate:.4g} requests/s, in deployments:", f'- name: "Engine:{model}"']
-    dumped = yaml.safe_dump({"user_config": {"batcher": choice.batcher}}, sort_keys=False)
+    dumped = dump({"user_config": {"batcher": choice.batcher}})
     lines += [f"  {line}" for line in dumped.splitlines()]
     lines.append(
         f"  # with autoscaling_config: target_ongoing_requests: {choice.target_ongoing_requests} per replica"

@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from datetime import datetime
 
-import yaml
-
 from serve_app.simulation.profiles import Profile
+from serve_app.system.yaml_text import dump
 from serve_app.tuning.observations import Fit, ObservationError
 from serve_app.tuning.service import Facts
 
@@ -56,7 +55,7 @@ def file_of(profile: Profile, fit: Fit, source: str, at: datetime) -> str:
         f"# Measured at {source}, {at:%Y-%m-%d %H:%M} UTC: R² {fit.r2:.4f}, largest error "
         f"{fit.largest_error:.1%}.\n"
         "# load_s, sleep_s, wake_s, async_scheduling aren't measured; max_num_batched_tokens is as given.\n"
-        + yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)
+        + dump(fields)
     )
 
 

@@ -77,9 +77,7 @@ def start_shared(folder: Path) -> Service:
     # OpenTelemetry's own period is 5 s.
     app["runtime_env"]["env_vars"]["OTEL_BSP_SCHEDULE_DELAY"] = "500"
     # A slow client is sent away in seconds; longer than httpx keeps an idle connection (5 s).
-    config["controller_options"]["runtime_env"]["env_vars"]["RAY_SERVE_HAPROXY_BALANCE_ALGORITHM"] = (
-        "leastconn\n    timeout http-request 8s"
-    )
+    config["controller_options"]["runtime_env"]["env_vars"]["SATURATE_HAPROXY_REQUEST_TIMEOUT_S"] = "8"
     # Their limits bind only the tests that use them up.
     app["args"]["usage"] = {"quotas": {"folder": f"{folder}/quotas", "tenants": {"counted": COUNTED}}}
     # Ray's own period, 10 s, is long for a test that waits for metrics.

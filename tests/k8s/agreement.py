@@ -9,6 +9,7 @@ import yaml
 from ray.serve._private.build_app import build_app
 
 from serve_app.app import INGRESS_RESOURCE, build
+from serve_app.settings.environment import OF_CONTROLLER, OF_REPLICAS, Variable
 from serve_app.settings.schema import parse
 from tests.k8s.pods import Pod, of_kind, pods
 from tests.k8s.rendering import Document
@@ -143,9 +144,8 @@ def _ports(found: list[Pod], config: dict[str, Any]) -> Iterator[str]:
 
 
 def _environment(found: list[Pod], config: dict[str, Any]) -> Iterator[str]:
-    controller = config["controller_options"]["runtime_env"]["env_vars"]
     (app,) = config["applications"]
-    said = controller | app["runtime_env"]["env_vars"]
+    said = _variables(OF_REPLICAS, app) | _variables(OF_CONTROLLER, config["controller_options"])
     for pod in found:
         for container in pod.containers:
             for name in ON_EVERY_POD:
@@ -159,9 +159,15 @@ def _environment(found: list[Pod], config: dict[str, Any]) -> Iterator[str]:
                     yield f"{path}.value: {variable.get('value')!r}, another pod has {first.get('value')!r}"
 
 
+def _variables(prepared: tuple[Variable, ...], place: dict[str, Any]) -> dict[str, str]:
+    """Return the variables of a place of a config, and what its function sets."""
+    own: dict[str, str] = place["runtime_env"]["env_vars"]
+    return {one.name: one.value for one in prepared} | own
+
+
 def _times(spec: dict[str, Any], config: dict[str, Any]) -> Iterator[str]:
     """A replica ends within HAProxy's last stream, that within the drain, the drain within the pod."""
-    variables = config["controller_options"]["runtime_env"]["env_vars"]
+    variables = _variables(OF_CONTROLLER, config["controller_options"])
     hard_stop = int(variables["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"])
     (app,) = config["applications"]
     for deployment in build_app(build(app["args"]), name=app["name"]).deployments:
@@ -196,7 +202,7 @@ def _redis(cluster: dict[str, Any], documents: list[Document]) -> Iterator[str]:
 def _proxy(ingress: Document, config: dict[str, Any]) -> Iterator[str]:
     """The proxy in front waits longer, and takes more, than the service: the service says why it refuses."""
     silent = int(
-        config["controller_options"]["runtime_env"]["env_vars"]["RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S"]
+        _variables(OF_CONTROLLER, config["controller_options"])["RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S"]
     )
     largest = parse(config["applications"][0]["args"]).ingress.max_body_bytes
     annotations = ingress["metadata"].get("annotations", {})

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from serve_app.cli.serve import serve
 from serve_app.settings.completion import complete_config
-from serve_app.settings.environment import controller_variables, replica_variables
+from serve_app.settings.environment import CONTROLLER, HOOK, OFFLINE, REPLICAS
 from tests.k8s.rendering import K8S
 from tests.pages import anchors, read
 
@@ -50,12 +50,9 @@ def test_a_printed_file_without_its_environment_is_completed_for_a_cluster() -> 
     app.pop("runtime_env")
     config["http_options"]["host"] = "0.0.0.0"
     whole = complete_config(config)
-    wanted = controller_variables(long_answers=True)
-    assert whole["controller_options"]["runtime_env"]["env_vars"] == {one.name: one.value for one in wanted}
-    gpus = any(one["ray_actor_options"].get("num_gpus") for one in app["deployments"])
-    replicas = replica_variables(long_answers=True, one_machine=False, cpu=not gpus, offline=True)
+    assert whole["controller_options"]["runtime_env"]["env_vars"] == {HOOK: CONTROLLER.value}
     (app,) = whole["applications"]
-    assert app["runtime_env"]["env_vars"] == {one.name: one.value for one in replicas}
+    assert app["runtime_env"]["env_vars"] == {HOOK: REPLICAS.value, OFFLINE.name: OFFLINE.value}
 
 
 def test_kubernetes_has_the_page() -> None:

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from click.testing import CliRunner
 
-from serve_app.cli.serve import serve
+from serve_app.settings.environment import DRAINING
 from tests.k8s.checks import problems
 from tests.k8s.rendering import (
     COMPONENTS,
@@ -20,8 +19,7 @@ from tests.k8s.rendering import (
 )
 from tests.k8s.schemas import needs_crds
 
-SHORT = REPOSITORY / "configs"
-CONFIGS = K8S / "configs"
+CONFIGS = REPOSITORY / "configs"
 CARRIED = {
     "demo-cpu": "demo-cluster.yaml",
     "qwen2.5-7b-l4": "qwen2.5-7b-l4.yaml",
@@ -74,18 +72,6 @@ def test_it_carries_the_config_word_for_word(overlay: Path) -> None:
     assert service["spec"]["serveConfigV2"] == (CONFIGS / CARRIED[overlay.name]).read_text()
 
 
-def test_there_is_a_complete_config_for_each_overlay() -> None:
-    assert {path.name for path in CONFIGS.glob("*.yaml")} == set(CARRIED.values())
-
-
-@pytest.mark.parametrize("name", CARRIED.values())
-def test_a_complete_config_is_the_one_that_is_printed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(REPOSITORY)
-    printed = CliRunner().invoke(serve, [f"configs/{name}", "--print-config"])
-    assert printed.exit_code == 0, printed.stderr
-    assert (CONFIGS / name).read_text() == printed.stdout, "run `make configs`"
-
-
 @every_overlay
 def test_the_configs_themselves_are_not_deployed(overlay: Path) -> None:
     assert "ConfigMap" not in {document["kind"] for document in render(overlay)}
@@ -99,18 +85,12 @@ def test_every_kustomize_here_renders_the_same(folder: Path) -> None:
 
 
 def test_the_demo_of_a_cluster_is_the_local_one_but_for_what_several_nodes_need() -> None:
-    local = yaml.safe_load((SHORT / "local.yaml").read_text())
+    local = yaml.safe_load((CONFIGS / "local.yaml").read_text())
     cluster = yaml.safe_load((CONFIGS / "demo-cluster.yaml").read_text())
     assert cluster["http_options"].pop("host") == "0.0.0.0"
     assert local["http_options"].pop("host") == "127.0.0.1"
-    for config in (local, cluster):
-        for section in (config["controller_options"], *config["applications"]):
-            for name in (
-                "HAPROXY_HARD_STOP_AFTER_S",
-                "HAPROXY_TIMEOUT_SERVER_S",
-                "DIRECT_INGRESS_MIN_DRAINING_PERIOD_S",
-            ):
-                section["runtime_env"]["env_vars"].pop(f"RAY_SERVE_{name}", None)
+    (app,) = local["applications"]
+    assert app["runtime_env"]["env_vars"].pop(DRAINING.name)
     # On a cluster, the environment of the pods says which of them take an Ingress replica.
     (front,) = [d for d in local["applications"][0]["deployments"] if d["name"] == "Ingress"]
     assert front.pop("ray_actor_options") == {"num_cpus": 0.5}

@@ -82,61 +82,12 @@ def test_commented_out_options_are_valid(name: str) -> None:
     ByTokens(**engine["policy"]["policy_kwargs"])
 
 
-CONTROLLER_ONLY = {
-    "RAY_SERVE_HAPROXY_LOG_TARGET",
-    "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM",
-    "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S",
-    "RAY_SERVE_HAPROXY_RETRY_ON",
-    "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT",
-    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S",
-    "RAY_SERVE_HAPROXY_MAXCONN",
-    "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR",
-    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S",
-    "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S",
-    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S",
-}
-"""Variables for HAProxy, which the controller starts."""
-
-
-@every_config
-def test_the_controller_and_the_replicas_agree(path: Path) -> None:
-    config = load(path)
-    for app in config["applications"]:
-        replicas = env_vars(app)
-        for name, value in env_vars(config.get("controller_options", {})).items():
-            if name not in CONTROLLER_ONLY:
-                assert replicas.get(name) == value, name
-
-
-@every_config
-def test_throughput_mode_comes_with_haproxy(path: Path) -> None:
-    config = load(path)
-    for section in (config.get("controller_options", {}), *config["applications"]):
-        variables = env_vars(section)
-        if variables.get("RAY_SERVE_THROUGHPUT_OPTIMIZED") == "1":
-            assert variables.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
-
-
-@every_config
-def test_haproxy_tells_the_address_of_a_client(path: Path) -> None:
-    variables = env_vars(load(path)["controller_options"])
-    assert "\n    option forwardfor" in variables["RAY_SERVE_HAPROXY_RETRY_ON"]
-
-
 @every_config
 def test_environment_variables_are_strings(path: Path) -> None:
     config = load(path)
     for section in (config.get("controller_options", {}), *config["applications"]):
         for name, value in env_vars(section).items():
             assert isinstance(value, str), name
-
-
-@every_config
-def test_a_body_at_the_limit_fits_through_grpc(path: Path) -> None:
-    for app in load(path)["applications"]:
-        limit = env_vars(app).get("RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH")
-        if limit is not None:
-            assert int(limit) > parse(app["args"]).ingress.max_body_bytes + (1 << 20)
 
 
 def test_the_local_config_needs_no_gpu_and_no_download_and_is_not_open_to_the_network() -> None:
@@ -146,17 +97,6 @@ def test_the_local_config_needs_no_gpu_and_no_download_and_is_not_open_to_the_ne
     assert [model["source"] for model in app["args"]["models"]] == ["saturate://demo"]
     for deployment in app["deployments"]:
         assert "num_gpus" not in deployment.get("ray_actor_options", {})
-
-
-def test_the_local_config_turns_on_haproxy_and_grpc_for_controller_and_replicas() -> None:
-    config = load(FOLDER / "local.yaml")
-    switches = {
-        "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-        "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
-    }
-    assert switches.items() <= env_vars(config["controller_options"]).items()
-    assert switches.items() <= env_vars(config["applications"][0]).items()
 
 
 # Comments

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from serve_app.api.protocol import JSON
 from serve_app.settings.completion import IMPORT_PATH, complete_config
+from serve_app.settings.environment import CONTROLLER, HAPROXY
 from serve_app.settings.models import LLMSettings, ModelSettings
 from serve_app.settings.schema import SettingsError, parse
+from serve_app.system.yaml_text import load
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ class Plan:
         host: Address that the service listens on.
         port: Port that it listens on.
         haproxy: Whether its HTTP goes through HAProxy.
+        limited: Whether HAProxy has the limits of this project.
         variables: Environment variables that the config sets for the controller and the replicas.
         models: Its models.
         deployments: Its deployments.
@@ -50,6 +51,7 @@ class Plan:
     host: str = "127.0.0.1"
     port: int = 8000
     haproxy: bool = True
+    limited: bool = True
     variables: Mapping[str, str] = field(default_factory=dict)
     models: tuple[ModelSettings, ...] = ()
     deployments: tuple[Deployment, ...] = ()
@@ -72,8 +74,8 @@ class Plan:
 def read_plan(path: Path) -> Plan:
     """Read the needs of a config; what is wrong in it is left out, since another check tells it."""
     try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, ValueError, yaml.YAMLError):
+        content = load(path.read_text())
+    except (OSError, ValueError):
         return Plan(path)
     config = complete_config(_mapping(content))
     http = _mapping(config.get("http_options"))
@@ -99,7 +101,8 @@ def read_plan(path: Path) -> Plan:
         path,
         str(http.get("host") or "127.0.0.1"),
         port if isinstance(port, int) else 8000,
-        controller.get("RAY_SERVE_ENABLE_HA_PROXY") == "1",
+        controller.get(HAPROXY.name, HAPROXY.value) == "1",
+        controller.get(CONTROLLER.name) == CONTROLLER.value,
         variables,
         tuple(models),
         tuple(deployments),

@@ -6,7 +6,7 @@ from pathlib import Path
 from serve_app.cli.checks.finding import Case, Finding, ok, problem, together, warning
 from serve_app.ingress.haproxy import FILES, FOLDER, SOCKETS, STATISTICS_HOST
 from serve_app.settings.addresses import is_loopback
-from serve_app.settings.environment import PREPARATION
+from serve_app.settings.environment import CONTROLLER
 from serve_app.system.private_files import OTHERS, token_file
 
 WRITING = 0o022
@@ -39,9 +39,9 @@ def _sockets(case: Case) -> Iterator[Finding]:
 
 def _statistics(case: Case) -> Iterator[Finding]:
     host = case.plan.variable(STATISTICS_HOST, case.machine.environment) or "127.0.0.1"
-    if case.plan.path and case.plan.variables.get(PREPARATION.name) != PREPARATION.value:
+    if not case.plan.limited:
         text = "HAProxy's statistics and metrics listen on all interfaces, and its connections have no limits"
-        yield warning(text, f"{PREPARATION.name}: {PREPARATION.value} for the controller")
+        yield warning(text, f"{CONTROLLER.name}: {CONTROLLER.value} for the controller")
     elif not is_loopback(host):
         text = f"HAProxy's statistics and metrics listen on {host}, without a key"
         yield warning(text, f"leave {STATISTICS_HOST} out, unless a firewall keeps others away")

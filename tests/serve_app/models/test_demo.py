@@ -11,11 +11,11 @@ from ray.serve.schema import ServeDeploySchema
 from serve_app.models.architecture import read_architecture
 from serve_app.models.demo import demo_service
 from serve_app.models.devices import Gpu, Machine
-from serve_app.models.document import Item
 from serve_app.models.service import serve_config
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.schema import parse
 from serve_app.settings.sources import DEMO_FOLDER
+from serve_app.system.yaml_text import Item
 from tests.serve_app.models.doubles import L4, machine
 from tests.serve_app.test_configs import unexplained
 
@@ -59,14 +59,6 @@ def test_ray_has_the_cores_for_the_demo(cores: int, gpus: tuple[Gpu, ...]) -> No
     found = deployments(text)
     assert sum(one["num_replicas"] * one["ray_actor_options"]["num_cpus"] for one in found) <= cores
     assert unexplained(text) == []
-
-
-@pytest.mark.parametrize("gpus", [(), (L4,)], ids=len)
-def test_the_variables_are_those_of_the_device(gpus: tuple[Gpu, ...]) -> None:
-    variables = application(written(machine(*gpus)))["runtime_env"]["env_vars"]
-    assert ("VLLM_CPU_OMP_THREADS_BIND" in variables) is (not gpus)
-    # Its files come with this package.
-    assert variables["HF_HUB_OFFLINE"] == "1"
 
 
 def test_the_kv_cache_holds_the_tokens_that_its_comment_names() -> None:

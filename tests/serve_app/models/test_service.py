@@ -9,14 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ray.serve.schema import ServeDeploySchema
 
-from serve_app.models.document import Item, put
 from serve_app.models.service import ONE_PROCESS, Service, serve_config
+from serve_app.settings.environment import CONTROLLER, HOOK, REPLICAS
 from serve_app.settings.ingress import IngressSettings
 from serve_app.settings.models import BatcherSettings, LLMSettings
 from serve_app.settings.schema import Settings, parse
+from serve_app.system.yaml_text import Item, put
 from tests.serve_app.test_configs import unexplained
-
-RAY_TIMEOUT = "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S"
 
 SERVICE = Service(
     head="A test.",
@@ -24,8 +23,6 @@ SERVICE = Service(
     source="org/toy",
     engine={"max_model_len": Item(2048, "Context."), "distributed_executor_backend": ONE_PROCESS},
     sampling=Item({"temperature": Item(0.5)}, "Defaults."),
-    long_answers=True,
-    cpu=True,
     offline=False,
     folder="toys",
     ingress={"num_replicas": Item(1, "One.")},
@@ -95,21 +92,16 @@ def test_a_source_and_a_first_comment_of_any_text_change_nothing_else(source: st
     assert written(source=source, head=head) == expected
 
 
-@pytest.mark.parametrize("long_answers", [False, True])
-def test_the_controller_and_the_replicas_agree_on_the_variables_of_both(long_answers: bool) -> None:
-    controller, replicas = environments(written(long_answers=long_answers))
-    both = controller.keys() & replicas.keys()
-    assert {name: controller[name] for name in both} == {name: replicas[name] for name in both}
-    assert [RAY_TIMEOUT in place for place in (controller, replicas)] == [long_answers] * 2
+def test_both_places_of_the_environment_name_their_functions() -> None:
+    controller, replicas = environments(written())
+    assert controller == {HOOK: CONTROLLER.value}
+    assert replicas[HOOK] == REPLICAS.value
 
 
-@pytest.mark.parametrize(
-    ("trait", "variable"), [("cpu", "VLLM_CPU_OMP_THREADS_BIND"), ("offline", "HF_HUB_OFFLINE")]
-)
-def test_the_replicas_have_the_variables_of_the_device_and_of_the_files(trait: str, variable: str) -> None:
-    _, with_it = environments(written(**{trait: True}))
-    _, without = environments(written(**{trait: False}))
-    assert with_it.keys() ^ without.keys() == {variable}
+@pytest.mark.parametrize("offline", [False, True])
+def test_a_model_with_all_its_files_reaches_no_hub(offline: bool) -> None:
+    _, replicas = environments(written(offline=offline))
+    assert ("HF_HUB_OFFLINE" in replicas) is offline
 
 
 def test_a_value_that_is_set_in_a_config_is_set_in_no_other() -> None:

@@ -19,8 +19,6 @@ from serve_app.settings.usage import Quota, QuotasSettings
         ("a: 5", "a: "),
         ("[]", "must be an object with a quota for each tenant"),
         ("a: {", "this is not YAML: "),
-        # The number of a customer looks like a date.
-        ("1234-56-78: {tokens_per_day: 5}", "this is not YAML"),
         ("a: !!bool maybe", "this is not YAML"),
         ("[" * 2_000, "this is not YAML"),
         ("'': {}", "must be 1 to 128 printable characters"),
@@ -31,6 +29,10 @@ def test_a_wrong_file_is_refused_with_its_path(text: str, words: str) -> None:
         read_quotas(text, "quotas.yaml")
     assert str(caught.value).startswith("quotas.yaml: ")
     assert words in str(caught.value)
+
+
+def test_a_tenant_may_look_like_a_date() -> None:
+    assert list(read_quotas("1234-56-78: {tokens_per_day: 5}", "quotas.yaml")) == ["1234-56-78"]
 
 
 def quotas_of(file: Path, held: str | None = None) -> TenantQuotas:

@@ -1,5 +1,8 @@
-"""The variables of a config, against those that each file in configs/ has or gets."""
+"""The environment that the functions of a config set, and the configs that name them."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -7,26 +10,11 @@ import pytest
 import yaml
 
 from serve_app.settings.completion import complete_config
-from serve_app.settings.environment import Variable, controller_variables, replica_variables
+from serve_app.settings.environment import OF_CONTROLLER, OF_REPLICAS, prepare, set_variables
 
 FOLDER = Path(__file__).parents[3] / "configs"
 
-KINDS: dict[str, dict[str, bool]] = {
-    "local.yaml": {"long_answers": False, "one_machine": True, "cpu": True, "offline": True},
-    "embeddings.yaml": {"long_answers": False, "one_machine": True, "cpu": True, "offline": True},
-    "simulated.yaml": {"long_answers": False, "one_machine": True, "cpu": True, "offline": True},
-    "demo-cluster.yaml": {"long_answers": True, "one_machine": False, "cpu": True, "offline": True},
-    "qwen2.5-7b-l4.yaml": {"long_answers": True, "one_machine": False, "cpu": False, "offline": False},
-    "llama3-8b-a100.yaml": {"long_answers": True, "one_machine": False, "cpu": False, "offline": False},
-    "llama3-70b-4xa100.yaml": {"long_answers": True, "one_machine": False, "cpu": False, "offline": False},
-}
-"""What each file is for."""
-
 every_file = pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.name)
-
-
-def values(variables: tuple[Variable, ...]) -> list[tuple[str, str]]:
-    return [(variable.name, variable.value) for variable in variables]
 
 
 def load(path: Path) -> Any:
@@ -34,31 +22,47 @@ def load(path: Path) -> Any:
 
 
 @every_file
-def test_the_controller_of_each_file_agrees(path: Path) -> None:
-    written = complete_config(load(path))["controller_options"]["runtime_env"]["env_vars"]
-    wanted = controller_variables(long_answers=KINDS[path.name]["long_answers"])
-    assert list(written.items()) == values(wanted)
+def test_each_file_is_complete(path: Path) -> None:
+    assert complete_config(load(path)) == load(path)
 
 
-@every_file
-def test_the_replicas_of_each_file_agree(path: Path) -> None:
-    for app in complete_config(load(path))["applications"]:
-        assert list(app["runtime_env"]["env_vars"].items()) == values(replica_variables(**KINDS[path.name]))
-
-
-@every_file
-def test_only_the_file_for_plain_serve_run_repeats_them(path: Path) -> None:
-    complete_file = path.name == "local.yaml"
-    assert (complete_config(load(path)) == load(path)) == complete_file
-    assert ("env_vars" in path.read_text()) == complete_file
-
-
-@pytest.mark.parametrize("long_answers", [True, False])
-def test_what_both_have_is_the_same(long_answers: bool) -> None:
-    controller = dict(values(controller_variables(long_answers=long_answers)))
-    replicas = dict(
-        values(replica_variables(long_answers=long_answers, one_machine=True, cpu=True, offline=True))
-    )
-    both = set(controller) & set(replicas)
-    assert len(both) == (6 if long_answers else 4)
+def test_the_controller_and_the_replicas_agree() -> None:
+    controller, replicas = ({one.name: one.value for one in each} for each in (OF_CONTROLLER, OF_REPLICAS))
+    both = controller.keys() & replicas.keys()
+    assert len(both) == 6
     assert {name: controller[name] for name in both} == {name: replicas[name] for name in both}
+
+
+def test_a_value_that_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    # pytest has loaded Ray Serve.
+    monkeypatch.delitem(sys.modules, "ray.serve._private.constants", raising=False)
+    environment = {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
+    set_variables(OF_REPLICAS, environment)
+    assert environment.pop("RAY_SERVE_ENABLE_HA_PROXY") == "0"
+    assert environment == {one.name: one.value for one in OF_REPLICAS if one.name in environment}
+    assert len(environment) == len(OF_REPLICAS) - 1
+
+
+def test_a_process_that_has_loaded_ray_serve_is_refused() -> None:
+    import ray.serve._private.constants  # noqa: F401
+
+    environment: dict[str, str] = {}
+    with pytest.raises(RuntimeError, match="Ray Serve was loaded before"):
+        prepare(environment)
+    assert environment == {}
+
+
+def test_ray_serve_reads_what_the_function_sets() -> None:
+    """In a process of its own, as Ray calls the function."""
+    names = [one.name for one in OF_REPLICAS if one.name.startswith("RAY_SERVE_")]
+    script = (
+        "import json; from serve_app.settings.environment import prepare; prepare(); "
+        "import ray.serve._private.constants as c; "
+        f"print(json.dumps([str(getattr(c, name, None)) for name in {names}]))"
+    )
+    environment = {"PATH": "/usr/bin:/bin"}
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=True, env=environment)
+    read = dict(zip(names, json.loads(done.stdout), strict=True))
+    assert read["RAY_SERVE_ENABLE_HA_PROXY"] == read["RAY_SERVE_USE_GRPC_BY_DEFAULT"] == "True"
+    assert read["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"] == "900"
+    assert read["RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH"] == str(2**31 - 1)

@@ -124,7 +124,7 @@ def test_a_mistake_in_fields_is_named_with_its_path() -> None:
 def test_a_file_that_is_none(tmp_path: Path) -> None:
     assert "nothing.yaml: can't be read: No such file" in refusal(str(tmp_path / "nothing.yaml"))
     (tmp_path / "broken.yaml").write_text("base_ms: [")
-    assert "broken.yaml: is not YAML: " in refusal(str(tmp_path / "broken.yaml"))
+    assert "broken.yaml: this is not YAML: " in refusal(str(tmp_path / "broken.yaml"))
     (tmp_path / "list.yaml").write_text("- 1")
     assert "list.yaml: Input should be a valid dictionary" in refusal(str(tmp_path / "list.yaml"))
 

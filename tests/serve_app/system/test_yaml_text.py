@@ -7,7 +7,18 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.models.document import WIDTH, Item, Section, put, render
+from serve_app.system.yaml_text import (
+    WIDTH,
+    FormError,
+    Item,
+    NotYAMLError,
+    Section,
+    load,
+    put,
+    render,
+    updated,
+    updated_or_new,
+)
 
 scalars = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(st.characters(codec="utf-8"))
@@ -107,3 +118,78 @@ def test_a_value_keeps_its_comment_and_a_new_one_gets_one() -> None:
     put(section, ["a"], 2, "New.")
     put(section, ["b"], 3, "New.")
     assert (section["a"].comment, section["b"].comment) == ("First.", "New.")
+
+
+mappings = st.dictionaries(keys, plain, max_size=4)
+
+
+@settings(max_examples=100)
+@given(st.dictionaries(keys, items, min_size=1, max_size=3), mappings)
+def test_an_update_has_exactly_the_new_values(document: Section, change: dict[str, Any]) -> None:
+    text = render(document, "About.")
+    content = values(document) | change
+    assert yaml.safe_load(updated_or_new(text, content)) == content
+
+
+TEXT = """\
+# The service.
+http: {host: 127.0.0.1}   # only here
+
+models:
+  # The first.
+  - id: "a"
+    engine:
+      length: 10  # tokens
+      # Behind the length.
+  - id: b
+"""
+
+
+def test_an_update_leaves_the_comments_of_others() -> None:
+    content = yaml.safe_load(TEXT)
+    content["models"][0]["engine"]["length"] = 20
+    content["models"][1]["batcher"] = {"limit": 5}
+    content["port"] = 80
+    assert (
+        updated(TEXT, content, {("port",): "The port.", ("models", 1, "batcher", "limit"): "Most."})
+        == """\
+# The service.
+http: {host: 127.0.0.1}   # only here
+
+models:
+  # The first.
+  - id: "a"
+    engine:
+      length: 20  # tokens
+      # Behind the length.
+  - id: b
+    batcher:
+      # Most.
+      limit: 5
+# The port.
+port: 80
+"""
+    )
+
+
+def test_values_that_go_take_their_lines_along() -> None:
+    content = yaml.safe_load(TEXT)
+    del content["http"]
+    content["models"] = content["models"][:1]
+    assert yaml.safe_load(updated(TEXT, content)) == content
+
+
+@pytest.mark.parametrize("text", ["", "5", "a: &x {b: 1}\nc: *x\n"])
+def test_a_text_that_can_not_be_changed_in_place_is_told(text: str) -> None:
+    with pytest.raises(FormError):
+        updated(text, {"a": {"b": 2}, "c": {"b": 1}})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("a: {", "line 1"), ("[" * 2_000, "this is not YAML"), ("a: !!bool maybe", "this is not YAML")],
+)
+def test_what_is_not_yaml_is_told_in_one_line(text: str, said: str) -> None:
+    with pytest.raises(NotYAMLError, match=said) as told:
+        load(text)
+    assert "\n" not in str(told.value)

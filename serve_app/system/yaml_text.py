@@ -1,0 +1,327 @@
+"""YAML as text: configs with comments, and changes that leave the comments of others in place.
+
+PyYAML says what a text means, since Ray Serve reads a config with PyYAML; ruamel.yaml changes texts.
+"""
+
+import io
+import string
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedBase, CommentedMap, CommentedSeq
+from ruamel.yaml.error import CommentMark, YAMLError
+from ruamel.yaml.scalarstring import DoubleQuotedScalarString
+from ruamel.yaml.tokens import CommentToken
+
+WIDTH = 110
+"""Columns of a line of a comment."""
+
+Place = tuple[str | int, ...]
+"""The keys and indices from the root of a document to a value."""
+
+
+@dataclass
+class Item:
+    """A value and its comment.
+
+    Attributes:
+        value: A section; a list of sections; or any value of YAML, which takes one line.
+        comment: Paragraphs, one per line. A line that begins with a space is left as it is. Empty: the
+            comment above the item before holds for this one too.
+    """
+
+    value: Any
+    comment: str = ""
+
+
+Section = dict[str, Item]
+
+
+class NotYAMLError(ValueError):
+    """A text is not YAML; the message names the problem and its line."""
+
+
+class FormError(ValueError):
+    """A text has a form in which a value can't be changed alone, such as one anchor for two values."""
+
+
+def render(document: Section, head: str = "") -> str:
+    """Return a document as YAML, with an empty line between its sections.
+
+    Args:
+        document: Its sections.
+        head: Comment at its top.
+    """
+    root = _node(document, 0)
+    for key in list(document)[1:]:
+        above = root.ca.items.setdefault(key, [None, [], None, None])
+        above[1] = [CommentToken("\n", CommentMark(0)), *(above[1] or [])]
+    lines = "".join(f"# {line}\n" for line in _wrapped(head, 0).splitlines())
+    return (f"{lines}\n" if lines else "") + _written(root)
+
+
+def put(section: Section, place: Sequence[str], value: Any, comment: str) -> None:
+    """Set a value, in place of the one that is there.
+
+    Args:
+        section: The section.
+        place: Keys down to the value; sections that are missing are made.
+        value: Any value of YAML.
+        comment: Comment if the value is a new one.
+    """
+    key, *rest = place
+    if not rest:
+        if key in section:
+            section[key].value = value
+        else:
+            section[key] = Item(value, comment)
+        return
+    if key not in section or not is_section(section[key].value):
+        section[key] = Item({}, comment)
+    put(section[key].value, rest, value, comment)
+
+
+class _Loader(yaml.SafeLoader):
+    """A reader that leaves dates as text, so that a wrong one has a path in its error."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def load(text: str) -> Any:
+    """Return the values of a YAML document.
+
+    Raises:
+        NotYAMLError: The text is not YAML.
+    """
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise NotYAMLError(f"this is not YAML: {error.problem}{line}") from None
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):
+        # All but the first: tags with values that are none of their types, and lists nested too deep.
+        raise NotYAMLError("this is not YAML") from None
+
+
+def dump(value: Any) -> str:
+    """Return a value as YAML without comments, in block style."""
+    return str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=sys.maxsize))
+
+
+def updated(text: str, content: Any, comments: Mapping[Place, str] | None = None) -> str:
+    """Return a text with other values: comments, order and quotes of the values that stay are kept.
+
+    Args:
+        text: A YAML document.
+        content: Its values afterwards.
+        comments: Comments of values that are new, by path.
+
+    Raises:
+        FormError: The text has a form that can't be changed in place.
+        NotYAMLError: The text is not YAML.
+    """
+    before = load(text)
+    if before == content:
+        return text
+    try:
+        root = _yaml(text).load(text)
+        if not isinstance(root, CommentedBase):
+            raise FormError("the document is empty, or one value")
+        _update(root, before, content, (), comments or {})
+        changed = _written(root, text)
+        if load(changed) != content:
+            raise FormError("two of its values are one")
+    except (YAMLError, NotYAMLError, IndexError) as error:
+        # ruamel.yaml 0.19 raises an IndexError for a comment above a document in one line.
+        raise FormError(str(error)) from None
+    return changed
+
+
+def updated_or_new(text: str, content: Any, comments: Mapping[Place, str] | None = None) -> str:
+    """Return a text with other values as `updated` does; without comments if its form can't be changed."""
+    try:
+        return updated(text, content, comments)
+    except FormError:
+        return dump(content)
+
+
+def _update(node: Any, before: Any, after: Any, place: Place, comments: Mapping[Place, str]) -> None:
+    """Change a node so that its values are others; both are mappings, or both are lists."""
+    if isinstance(after, list):
+        for index in reversed(range(len(after), len(before))):
+            del node[index]
+        pairs = list(enumerate(after))
+        known = range(len(before))
+    else:
+        for key in before.keys() - after.keys():
+            del node[key]
+        pairs = list(after.items())
+        known = before.keys()
+    for key, value in pairs:
+        here = (*place, key)
+        if key not in known:
+            _add(node, key, value, here, comments)
+        elif before[key] == value:
+            continue
+        elif value and type(before[key]) is type(value) and isinstance(node[key], CommentedBase):
+            _update(node[key], before[key], value, here, comments)
+        else:
+            # In JSON a value stays in quotes.
+            old = node[key][0] if isinstance(node[key], CommentedSeq) and len(node[key]) else node[key]
+            quoted = string.printable if isinstance(old, DoubleQuotedScalarString) else ""
+            node[key] = _node(_with_comments(value, here, comments), _column(node) + 2, quoted)
+
+
+def _add(node: Any, key: str | int, value: Any, place: Place, comments: Mapping[Place, str]) -> None:
+    ending, number = _last_line(node)
+    new = _node(_with_comments(value, place, comments), _column(node) + 2)
+    if isinstance(node, CommentedSeq):
+        node.append(new)
+    else:
+        node[key] = new
+        if (comment := comments.get(place)) and not node.fa.flow_style():
+            _comment(node, key, comment, _column(node))
+    # ruamel.yaml keeps the comment above a value with the line before the value.
+    if token := ending[number]:
+        first, _, above = token.value.partition("\n")
+        if above:
+            token.value = f"{first}\n"
+            ending, number = _last_line(node)
+            ending[number] = CommentToken(f"\n{above}", CommentMark(0))
+
+
+def _last_line(node: Any) -> tuple[list[Any], int]:
+    """Return where the comment behind the last line of a node is: a list, and the index in it."""
+    key: Any = None
+    while isinstance(node, CommentedMap | CommentedSeq) and len(node) and not node.fa.flow_style():
+        parent, key = node, (len(node) - 1 if isinstance(node, CommentedSeq) else next(reversed(node)))
+        node = parent[key]
+    if key is None:
+        return [None], 0
+    found: list[Any] = parent.ca.items.setdefault(key, [None, None, None, None])
+    return found, 0 if isinstance(parent, CommentedSeq) else 2
+
+
+def _with_comments(value: Any, place: Place, comments: Mapping[Place, str]) -> Any:
+    """Return a mapping as a section, so that it is written in block style."""
+    if isinstance(value, dict) and value:
+        return {
+            key: Item(_with_comments(each, (*place, key), comments), comments.get((*place, key), ""))
+            for key, each in value.items()
+        }
+    return value
+
+
+def _column(node: Any) -> int:
+    # A mapping that is new has no place yet.
+    return node.lc.col or 0
+
+
+def is_section(value: Any) -> bool:
+    """Return whether a value is a section of its own lines."""
+    return isinstance(value, dict) and bool(value) and all(isinstance(item, Item) for item in value.values())
+
+
+def _node(value: Any, depth: int, quoted: str = "") -> Any:
+    """Return a value as ruamel.yaml writes it.
+
+    Args:
+        value: A section, a list of sections, or any value of YAML.
+        depth: Spaces before its lines.
+        quoted: Characters that PyYAML doesn't take for text at this place.
+    """
+    if is_section(value):
+        section = CommentedMap()
+        for key, item in value.items():
+            section[key] = _node(item.value, depth + 2)
+            _comment(section, key, item.comment, depth)
+        return section
+    if isinstance(value, list) and value and all(map(is_section, value)):
+        entries = CommentedSeq()
+        for index, section in enumerate(value):
+            # The comment of the first key stands above the dash.
+            (key, first), *rest = section.items()
+            entries.append(_node({key: Item(first.value)} | dict(rest), depth + 2))
+            _comment(entries, index, first.comment, depth)
+        return entries
+    if isinstance(value, dict):
+        quoted += ":"
+        flow: Any = CommentedMap(
+            {_node(key, 0, quoted): _node(each, 0, quoted) for key, each in value.items()}
+        )
+    elif isinstance(value, list):
+        flow = CommentedSeq([_node(each, 0, f"{quoted}:") for each in value])
+    else:
+        plain = not isinstance(value, str) or (not set(value) & set(quoted) and _is_plain(value))
+        return value if plain else DoubleQuotedScalarString(value)
+    flow.fa.set_flow_style()
+    return flow
+
+
+def _comment(node: Any, key: str | int, text: str, depth: int) -> None:
+    if text.strip():
+        node.yaml_set_comment_before_after_key(key, before=_wrapped(text, depth), indent=depth)
+
+
+def _wrapped(text: str, depth: int) -> str:
+    lines: list[str] = []
+    for paragraph in text.splitlines():
+        if paragraph.startswith(" "):
+            lines.append(paragraph[1:])
+        else:
+            # Two columns are the sign of a comment.
+            width = WIDTH - depth - 2
+            lines += textwrap.wrap(paragraph, width, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines)
+
+
+_QUOTED = set("#,[]{}?'\"")
+
+
+def _is_plain(value: str) -> bool:
+    """Return whether a text needs no quotes: YAML takes it for nothing else."""
+    if not (value.isascii() and value.isprintable() and value == value.strip()) or set(value) & _QUOTED:
+        return False
+    try:
+        return bool(yaml.safe_load(value) == value)
+    except (yaml.YAMLError, ValueError):
+        return False
+
+
+def _yaml(text: str = "") -> YAML:
+    """Return a reader and writer that indents as a text does; as this project's configs do if it's empty."""
+    writer = YAML()
+    writer.preserve_quotes = True
+    writer.width = sys.maxsize
+    lines = text.splitlines()
+    entry = next((line for line in lines if line.lstrip().startswith("- ")), None)
+    parent = next((line for line in lines if line.rstrip().endswith(":")), "")
+    flush = entry is not None and _depth(entry) <= _depth(parent)
+    writer.indent(mapping=2, sequence=2 if flush else 4, offset=0 if flush else 2)
+    writer.explicit_start = text.startswith("---")
+    writer.representer.add_representer(float, _represent_float)
+    return writer
+
+
+def _represent_float(representer: Any, value: float) -> Any:
+    # 5e-324 is a text for PyYAML, and 5.0e-324 is a number.
+    return representer.represent_scalar("tag:yaml.org,2002:float", yaml.safe_dump(value).splitlines()[0])
+
+
+def _depth(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def _written(root: Any, text: str = "") -> str:
+    target = io.StringIO()
+    _yaml(text).dump(root, target)
+    return target.getvalue()
