@@ -1,7 +1,8 @@
 """The service of the demo model, as in configs/local.yaml."""
 
 from serve_app.models.devices import Machine
-from serve_app.models.service import ONE_PROCESS, Service
+from serve_app.models.service import ONE_PROCESS, Service, described
+from serve_app.settings.models import EngineSettings
 from serve_app.settings.sources import DEMO_MODEL
 from serve_app.system.yaml_text import Item, Section
 
@@ -47,9 +48,7 @@ def demo_service(machine: Machine, head: str) -> Service:
 
 def _engine() -> Section:
     return {
-        "max_model_len": Item(2048, "Context: longest prompt and answer together, in tokens."),
-        "max_num_seqs": Item(64, "Most sequences and most tokens in one step of the engine."),
-        "max_num_batched_tokens": Item(4096),
+        **described(EngineSettings, max_model_len=2048, max_num_seqs=64, max_num_batched_tokens=4096),
         "kv_cache_memory_bytes": Item(
             256 << 20, "Bytes of KV cache. 256 MiB hold 131,072 tokens of this model."
         ),

@@ -3,9 +3,10 @@
 import re
 
 from serve_app.models.architecture import DTYPE_BYTES, Architecture
-from serve_app.models.choose import BFLOAT16_FROM, GOOD_CONTEXT, LARGE_GPU, SEQUENCES, Choice
+from serve_app.models.choose import BFLOAT16_FROM, GOOD_CONTEXT, SEQUENCES, Choice
 from serve_app.models.memory import CPU_RESERVE, RESERVE, Sums, gb
-from serve_app.models.service import ONE_PROCESS, Service
+from serve_app.models.service import ONE_PROCESS, Service, described
+from serve_app.settings.models import EngineSettings
 from serve_app.system.yaml_text import Item, Section
 
 ANSWER_TOKENS, REASONING_TOKENS = 512, 4096
@@ -78,20 +79,18 @@ def _engine(choice: Choice) -> Section:
     if choice.utilization is not None:
         engine["gpu_memory_utilization"] = Item(
             choice.utilization,
-            f"Share of the GPU's memory that vLLM uses: {sums_line(sums)}. The reserve of {gb(RESERVE)} is "
-            "for activations and libraries; vLLM measures the real number at its start. Lower the share if "
-            "the engine runs out of memory.",
+            f"{_about('gpu_memory_utilization')} Here: {sums_line(sums)}. The reserve of {gb(RESERVE)} is "
+            "for activations and libraries; vLLM measures the real number at its start.",
         )
     engine["max_model_len"] = Item(
         choice.max_model_len,
-        "Context: longest prompt and answer together, in tokens. Here "
+        f"{_about('max_model_len')} Here: "
         f"{context_reason(choice.architecture, choice.max_model_len, sums.tokens)}.",
     )
-    engine["max_num_seqs"] = Item(choice.max_num_seqs, _sequences_reason(choice))
-    engine["max_num_batched_tokens"] = Item(
-        choice.max_num_batched_tokens,
-        "Most tokens in one step, prompts and answers together. More: long prompts are read sooner, and "
-        "delay the next token of other requests for longer.",
+    engine |= described(
+        EngineSettings,
+        max_num_seqs=choice.max_num_seqs,
+        max_num_batched_tokens=choice.max_num_batched_tokens,
     )
     if choice.utilization is None:
         engine |= _cpu(choice)
@@ -108,12 +107,16 @@ def _engine(choice: Choice) -> Section:
     return engine | _parsers(choice)
 
 
+def _about(name: str) -> str:
+    return EngineSettings.model_fields[name].description or ""
+
+
 def _cpu(choice: Choice) -> Section:
     return {
         "kv_cache_memory_bytes": Item(
             choice.sums.kv_cache,
-            f"Bytes of KV cache: {sums_line(choice.sums)}. The reserve of {gb(CPU_RESERVE)} is for libraries "
-            "and activations.",
+            f"{_about('kv_cache_memory_bytes')} Here: {sums_line(choice.sums)}. The reserve of "
+            f"{gb(CPU_RESERVE)} is for libraries and activations.",
         ),
         "enforce_eager": Item(True, "No compilation, which takes minutes on a CPU."),
         "distributed_executor_backend": ONE_PROCESS,
@@ -133,16 +136,6 @@ def _dtype_reason(choice: Choice) -> str:
     if own == "bfloat16" and old:
         return f"{published}, which this GPU lacks."
     return f"{published}."
-
-
-def _sequences_reason(choice: Choice) -> str:
-    gpu = choice.machine.gpus[0] if choice.machine.gpus else None
-    more = (
-        "More: more tokens per second in all, and fewer for each request."
-        if gpu and gpu.memory >= LARGE_GPU
-        else "The KV cache bounds them too."
-    )
-    return f"Most sequences in one step of the engine. {more}"
 
 
 def _parsers(choice: Choice) -> Section:

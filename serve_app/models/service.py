@@ -2,11 +2,15 @@
 
 from copy import deepcopy
 from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
 
 from serve_app.ingress.status import engine_name
+from serve_app.settings.batches import BatchesSettings
 from serve_app.settings.environment import CONTROLLER, DRAINING, OFFLINE, REPLICAS, Variable
 from serve_app.settings.ingress import IngressSettings
-from serve_app.settings.models import BatcherSettings
+from serve_app.settings.models import BatcherSettings, LLMSettings
 from serve_app.system.yaml_text import Item, Section, render
 
 HOST, PORT = "127.0.0.1", 8000
@@ -93,13 +97,9 @@ def serve_config(service: Service) -> ServeConfig:
     # A value that is set in a config would change `ONE_PROCESS` for all later ones.
     service = deepcopy(service)
     model: Section = {
-        "id": Item(service.id, "Name of the model for clients (`model`)."),
-        "source": Item(
-            service.source,
-            "Model to load: a Hugging Face id, a directory, or saturate://demo, the demo model.",
-        ),
+        **described(LLMSettings, id=service.id, source=service.source),
         "engine": Item(service.engine, "Options of `vllm serve`, with underscores."),
-        "batcher": Item(_batcher()),
+        "batcher": Item(described(BatcherSettings, policy=..., max_queue_size=...)),
         "sampling": service.sampling,
     }
     return ServeConfig(
@@ -125,40 +125,25 @@ def _variables(*variables: Variable) -> Section:
     return {variable.name: Item(variable.value, variable.reason) for variable in variables}
 
 
-def _batcher() -> Section:
-    defaults = BatcherSettings()
+def described(settings: type[BaseModel], **values: Any) -> Section:
+    """Return settings as a section, each with its description as the comment.
+
+    Args:
+        settings: Their model.
+        values: Their values; ... stands for the default.
+    """
+    fields = settings.model_fields
     return {
-        "policy": Item(
-            defaults.policy,
-            "Each request reserves KV cache for its prompt and its max_tokens. The other policy, "
-            "max_utilization, reserves for flex requests what answers of their tenant have been: more of "
-            "them run at once, and a few may be preempted.",
-        ),
-        "max_queue_size": Item(
-            defaults.max_queue_size, "Most requests that wait. The next one gets a 429 with Retry-After."
-        ),
+        name: Item(fields[name].default if value is ... else value, fields[name].description or "")
+        for name, value in values.items()
     }
 
 
 def _args(folder: str) -> Section:
     """Return the args beside the models."""
-    limits = IngressSettings()
     return {
         "ingress": Item(
-            {
-                "max_body_bytes": Item(
-                    limits.max_body_bytes, "Largest request body, in bytes. A larger one gets a 413."
-                ),
-                "body_timeout_s": Item(
-                    limits.body_timeout_s, "Seconds for a request body to arrive. A slower one gets a 408."
-                ),
-                "max_prompts": Item(limits.max_prompts, "Most prompts or records in one call."),
-                "max_n": Item(
-                    limits.max_n,
-                    "Most answers per prompt (`n`). A `max_tokens` beside it would limit the tokens of an "
-                    "answer.",
-                ),
-            },
+            described(IngressSettings, max_body_bytes=..., body_timeout_s=..., max_prompts=..., max_n=...),
             "API keys: not needed on 127.0.0.1. The file has the keys' hashes; `saturate keys new` makes an "
             "entry, and a change takes effect within seconds.\n"
             " access:\n"
@@ -166,12 +151,7 @@ def _args(folder: str) -> Section:
             "Limits for HTTP requests. These are the defaults.",
         ),
         "batches": Item(
-            {
-                "folder": Item(
-                    f"~/.local/share/saturate/{folder}",
-                    "Their folder. It is made at the start, and one service at a time uses it.",
-                )
-            },
+            described(BatchesSettings, folder=f"~/.local/share/saturate/{folder}"),
             "Files and batches (/v1/files, /v1/batches), which survive a restart. Left out: there are none.",
         ),
     }

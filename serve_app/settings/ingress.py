@@ -24,7 +24,7 @@ class IngressSettings(Strict):
     """Limits of the HTTP side."""
 
     max_body_bytes: Positive = Field(
-        default=32 * 1024 * 1024, description="Largest request body; a larger one is answered 413."
+        default=32 * 1024 * 1024, description="Largest request body, in bytes; a larger one is answered 413."
     )
     max_bytes_in_flight: Positive | None = Field(
         default=None,

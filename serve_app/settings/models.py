@@ -64,42 +64,163 @@ Context = Annotated[int, Field(strict=True), AfterValidator(_context)]
 class EngineSettings(Strict):
     """vLLM's own settings, named as in `vllm serve --help`, with underscores.
 
-    A setting left out keeps vLLM's default. `extra` takes any other option of vLLM's engine, and those of its
-    server that work behind the Ingress. `max_model_len` -1 is the longest context that fits.
+    A setting left out keeps vLLM's default.
     """
 
-    tokenizer: str | None = None
-    revision: str | None = None
-    dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"] | None = None
-    quantization: str | None = None
-    load_format: str | None = None
-    trust_remote_code: Flag | None = None
-    seed: Annotated[int, Field(strict=True)] | None = None
-    max_model_len: Context | None = None
-    gpu_memory_utilization: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
-    kv_cache_memory_bytes: Positive | None = None
-    tensor_parallel_size: Positive | None = None
-    pipeline_parallel_size: Positive | None = None
-    max_num_seqs: Positive | None = None
-    max_num_batched_tokens: Positive | None = None
-    enable_chunked_prefill: Flag | None = None
-    long_prefill_token_threshold: NotNegative | None = None
-    scheduling_policy: Literal["fcfs", "priority"] | None = None
-    enable_prefix_caching: Flag | None = None
-    enforce_eager: Flag | None = None
-    distributed_executor_backend: str | None = None
-    chat_template: str | None = None
-    enable_auto_tool_choice: Flag | None = None
-    tool_call_parser: str | None = None
-    reasoning_parser: str | None = None
-    enable_lora: Flag | None = None
-    max_loras: Positive | None = None
-    max_cpu_loras: Positive | None = None
-    max_lora_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] | None = None
-    allowed_media_domains: list[Host] | None = None
-    runner: Literal["auto", "generate", "pooling"] | None = None
-    convert: Literal["auto", "none", "embed", "classify"] | None = None
-    extra: dict[str, Any] = Field(default_factory=dict)
+    tokenizer: str | None = Field(
+        default=None,
+        description="Hugging Face id or directory of the tokenizer; by default the model's.",
+    )
+    revision: str | None = Field(
+        default=None,
+        description="Branch, tag or commit of the model on the hub.",
+    )
+    dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"] | None = Field(
+        default=None,
+        description="Type of weights and KV cache; by default the type in which the weights are published.",
+    )
+    quantization: str | None = Field(
+        default=None,
+        description="Method of quantized weights, where the model's own config doesn't name it.",
+    )
+    load_format: str | None = Field(
+        default=None,
+        description="Format of the weights, such as `safetensors` or `runai_streamer`.",
+    )
+    trust_remote_code: Flag | None = Field(
+        default=None,
+        description="Run Python code that comes with the model. Only for models whose code you have read.",
+    )
+    seed: Annotated[int, Field(strict=True)] | None = Field(
+        default=None,
+        description="Random seed of the engine.",
+    )
+    max_model_len: Context | None = Field(
+        default=None,
+        description=(
+            "Context: longest prompt and answer together, in tokens. -1: the longest that fits into the "
+            "memory; by default the model's own limit. A longer context leaves space for fewer requests."
+        ),
+    )
+    gpu_memory_utilization: Annotated[float, Field(strict=True, gt=0, le=1)] | None = Field(
+        default=None,
+        description=(
+            "Share of the GPU's memory that vLLM uses; vLLM's default is 0.92. Lower it if the engine runs "
+            "out of memory."
+        ),
+    )
+    kv_cache_memory_bytes: Positive | None = Field(
+        default=None,
+        description="Bytes of KV cache, in place of a share of the memory.",
+    )
+    tensor_parallel_size: Positive | None = Field(
+        default=None,
+        description=(
+            "GPUs that share each layer of a replica. The smallest number whose memory holds the model is "
+            "the most efficient."
+        ),
+    )
+    pipeline_parallel_size: Positive | None = Field(
+        default=None,
+        description="Groups of GPUs that have some of the layers each.",
+    )
+    max_num_seqs: Positive | None = Field(
+        default=None,
+        description=(
+            "Most sequences in one step of the engine. More: more tokens per second in all, and fewer for "
+            "each request."
+        ),
+    )
+    max_num_batched_tokens: Positive | None = Field(
+        default=None,
+        description=(
+            "Most tokens in one step, prompts and answers together. More: long prompts are read sooner, "
+            "and delay the next token of other requests for longer."
+        ),
+    )
+    enable_chunked_prefill: Flag | None = Field(
+        default=None,
+        description="Read long prompts in several steps; vLLM's default is true.",
+    )
+    long_prefill_token_threshold: NotNegative | None = Field(
+        default=None,
+        description="Tokens above which a prompt counts as long, of which only some are read at once.",
+    )
+    scheduling_policy: Literal["fcfs", "priority"] | None = Field(
+        default=None,
+        description=(
+            "`priority` (the default here) lets live requests go first in the engine; `fcfs` is vLLM's "
+            "order of arrival."
+        ),
+    )
+    enable_prefix_caching: Flag | None = Field(
+        default=None,
+        description=(
+            "Keep the KV cache of prompts, so that equal beginnings are computed once; vLLM's default is "
+            "true."
+        ),
+    )
+    enforce_eager: Flag | None = Field(
+        default=None,
+        description="No compilation and no CUDA graphs: a faster start, and slower steps.",
+    )
+    distributed_executor_backend: str | None = Field(
+        default=None,
+        description="How vLLM runs the processes of a replica: `mp`, `ray`, `uni`, or the path of a class.",
+    )
+    chat_template: str | None = Field(
+        default=None,
+        description="Chat template: a file, or Jinja in one line; by default the model's.",
+    )
+    enable_auto_tool_choice: Flag | None = Field(
+        default=None,
+        description="Let clients offer tools from which the model chooses. It needs `tool_call_parser`.",
+    )
+    tool_call_parser: str | None = Field(
+        default=None,
+        description="Name of vLLM's parser for the format in which the model writes tool calls.",
+    )
+    reasoning_parser: str | None = Field(
+        default=None,
+        description="Name of vLLM's parser that parts the reasoning from the answer.",
+    )
+    enable_lora: Flag | None = Field(
+        default=None,
+        description="Load LoRA adapters; `adapters` turns it on.",
+    )
+    max_loras: Positive | None = Field(
+        default=None,
+        description="Most adapters in one step.",
+    )
+    max_cpu_loras: Positive | None = Field(
+        default=None,
+        description="Most adapters in the memory of the machine.",
+    )
+    max_lora_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] | None = Field(
+        default=None,
+        description="Highest rank of an adapter.",
+    )
+    allowed_media_domains: list[Host] | None = Field(
+        default=None,
+        description="Hosts from which the engine may fetch images, audio and video of a request.",
+    )
+    runner: Literal["auto", "generate", "pooling"] | None = Field(
+        default=None,
+        description=(
+            "`pooling` for models of embeddings, scores or classes; by default vLLM chooses by the model."
+        ),
+    )
+    convert: Literal["auto", "none", "embed", "classify"] | None = Field(
+        default=None,
+        description="Turns a model that generates into one of embeddings or classes.",
+    )
+    extra: dict[str, Any] = Field(
+        default_factory=dict,
+        description=(
+            "Any other option of vLLM's engine, and of its server as far as the option works behind the "
+            "Ingress."
+        ),
+    )
 
     def options(self) -> dict[str, Any]:
         """Return the options that are set, by their vLLM names."""
@@ -155,11 +276,10 @@ class BatcherSettings(Strict):
     policy: Literal["guaranteed_no_evict", "max_utilization"] = Field(
         default="guaranteed_no_evict",
         description=(
-            "`guaranteed_no_evict` reserves prompt + max_tokens of KV cache for each request, so "
-            "memory is always enough for what runs of a tier. `max_utilization` reserves for `flex` "
-            "requests what the answers of their tenant have been, by their sum: several times as many "
-            "run at once where answers are shorter than max_tokens, and a few may be preempted. Other "
-            "tiers reserve as before. After a preemption less is overcommitted for some minutes."
+            "KV cache that a request reserves. `guaranteed_no_evict`: its prompt and its max_tokens, so "
+            "that the memory is always enough for what runs. `max_utilization`: for `flex` requests the "
+            "usual length of their tenant's answers; several times as many run at once where answers are "
+            "shorter than max_tokens, and a few may be preempted."
         ),
     )
     capacity_tokens: Positive | None = Field(
@@ -175,7 +295,11 @@ class BatcherSettings(Strict):
         ),
     )
     max_queue_size: Positive = Field(
-        default=5_000, description="Most requests that wait; the next one is answered 429."
+        default=5_000,
+        description=(
+            "Most requests that wait in a replica; the next one gets a 429 with Retry-After. Choose the "
+            "requests per second of a replica, times the seconds that clients are willing to wait."
+        ),
     )
     max_queue_tokens: Positive | None = Field(
         default=None, description="Most tokens that wait; by default only `max_queue_size` bounds the queue."
