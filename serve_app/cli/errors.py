@@ -1,7 +1,11 @@
-"""The errors of a service that can't start."""
+"""The errors of commands that start or call a service."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import click
 
+from serve_app.client import ServiceError
 from serve_app.system.command_line import USAGE
 
 
@@ -17,3 +21,12 @@ class ConfigError(LaunchError):
 
 class SlowStartError(LaunchError):
     """Ray or Ray Serve was too slow for one of its own limits; another try may be faster."""
+
+
+@contextmanager
+def service_errors() -> Iterator[None]:
+    """Turn the errors of a client into those of a command."""
+    try:
+        yield
+    except ServiceError as error:
+        raise click.ClickException(error.message) from None

@@ -1,9 +1,29 @@
-"""Figures of a service, as `saturate top` shows them."""
+"""Figures of a service, as `saturate top` shows them, from its statistics at two times."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
 
+from pydantic import TypeAdapter
+
+from batcher import ContinuousStats
 from serve_app.api.protocol import JSON
+from serve_app.api.scheduling import tier
+from serve_app.client import Client, ServiceError
+from serve_app.stats import (
+    BatchesStats,
+    EngineTokens,
+    ModelHealth,
+    ModelStats,
+    ReplicaStats,
+    ServiceHealth,
+    ServiceStats,
+    Turn,
+    Use,
+)
 
 OUTCOMES = ("completed", "failed", "cancelled", "expired", "rejected")
 
@@ -70,7 +90,7 @@ class Replica:
 
     replica: str
     statistics: bool
-    turn: JSON | None
+    turn: Turn | None
     figures: Figures
 
 
@@ -156,4 +176,293 @@ class View:
     interval_s: float | None
     models: Sequence[Model]
     tenants: Sequence[Tenant]
-    batches: JSON | None
+    batches: BatchesStats | None
+
+    def body(self) -> JSON:
+        """Return the figures as JSON."""
+        found: JSON = TypeAdapter(View).dump_python(self, mode="json", exclude_unset=True)
+        return found
+
+
+SUMMED = (
+    "running",
+    "waiting",
+    "kv_tokens",
+    "kv_capacity",
+    "requests_per_s",
+    "prompt_tokens_per_s",
+    "output_tokens_per_s",
+    *OUTCOMES,
+)
+"""Figures of which a model has the sum of its replicas."""
+
+LARGEST = ("wait_p50_s", "wait_p99_s", "ttft_p50_s", "ttft_p99_s", "ttft_goal_s")
+"""Figures of which a model has the largest."""
+
+Entries = dict[str, ReplicaStats]
+"""The replicas of a model in `/stats`, by id."""
+
+
+@dataclass(frozen=True, slots=True)
+class Poll:
+    """The statistics of a service at one time.
+
+    Attributes:
+        at: Time of the answer, in seconds on the client's clock.
+        time: Time of day.
+        stats: The answer to `/stats`.
+        health: The answer to `/health`; empty: it couldn't be read.
+    """
+
+    at: float
+    time: datetime
+    stats: ServiceStats
+    health: ServiceHealth
+
+
+def poll(client: Client, clock: Callable[[], float]) -> Poll:
+    """Return the statistics of a service now.
+
+    Raises:
+        ServiceError: There is no service, it isn't saturate, or it refuses the key.
+    """
+    stats, health = client.stats(), ServiceHealth()
+    # A picture without the health lacks little.
+    with suppress(ServiceError):
+        health = client.health()
+    return Poll(clock(), datetime.now(UTC), stats, health)
+
+
+def view(url: str, now: Poll, before: Poll | None) -> View:
+    """Return the figures of a service.
+
+    Args:
+        url: Its address.
+        now: Its statistics.
+        before: Its statistics some time ago, for rates; None: there are no rates.
+    """
+    seconds = now.at - before.at if before else 0.0
+    growth = _Growth(seconds)
+    then = before.stats.models if before and seconds > 0 else {}
+    models, tenants = [], _Tenants(growth)
+    for id, report in now.stats.models.items():
+        entries = _entries(report)
+        earlier = _entries(then[id]) if id in then else {}
+        models.append(_model(id, report, now.health.model(id), entries, earlier, growth))
+        tenants.add(entries, earlier)
+    return View(
+        url,
+        now.time.isoformat(timespec="seconds"),
+        round(seconds, 3) if seconds > 0 else None,
+        models,
+        tenants.sorted(),
+        now.stats.batches,
+    )
+
+
+class _Growth:
+    """Rates of counters. A replica that has only just come has none, and a counter never runs backwards.
+
+    Args:
+        seconds: Time between the two polls.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def per_s(
+        self, entry: ReplicaStats, earlier: ReplicaStats | None, of: Callable[[ReplicaStats], float | None]
+    ) -> float | None:
+        """Return the growth per second of a counter of a replica; None: it can't be known."""
+        if earlier is None or self._seconds <= 0:
+            return None
+        last, first = of(entry), of(earlier)
+        return None if last is None or first is None else max(0.0, (last - first) / self._seconds)
+
+
+def _model(
+    id: str, report: ModelStats, health: ModelHealth, entries: Entries, earlier: Entries, growth: _Growth
+) -> Model:
+    replicas = [_replica(name, entry, earlier.get(name), growth) for name, entry in entries.items()]
+    error = report.error or ""
+    state = _state(health, replicas, error)
+    detail = error or ((health.awaits or "") if state == "starting" else "")
+    if state == "failed":
+        detail = next((one.turn.cause for one in replicas if one.turn and one.turn.cause), "")
+    figures = _sum([one.figures for one in replicas])
+    return Model(
+        id, state, detail, health.simulated, health.replicas, figures, replicas, _adapters(entries.values())
+    )
+
+
+def _state(health: ModelHealth, replicas: Sequence[Replica], error: str) -> str:
+    if error and not replicas:
+        return "error"
+    if not replicas:
+        # Without a word about its health, a model without replicas is one that is scaled to zero.
+        return (health.state or "asleep") if health.state != "ready" else "starting"
+    turns = {one.turn.state for one in replicas if one.turn}
+    if any(one.turn is None for one in replicas) or turns & {"awake", "draining"}:
+        return "ready"
+    if turns & {"starting", "loading", "waking"}:
+        return "starting"
+    return "asleep" if "asleep" in turns else "failed"
+
+
+def _replica(name: str, entry: ReplicaStats, earlier: ReplicaStats | None, growth: _Growth) -> Replica:
+    stats = entry.batcher
+    if stats is None:
+        return Replica(name, False, entry.turn, Figures())
+    window: JSON = {}
+    if isinstance(stats, ContinuousStats):
+        window = {
+            "max_running": stats.max_running,
+            "kv_tokens": stats.running_cost,
+            "kv_capacity": stats.capacity,
+            "kv_used": _share(stats.running_cost, stats.capacity),
+            "ttft_p50_s": stats.ttft_p50_s,
+            "ttft_p99_s": stats.ttft_p99_s,
+        }
+    busy = growth.per_s(entry, earlier, lambda one: one.batcher.busy_time_s if one.batcher else None)
+    figures = Figures(
+        running=stats.running,
+        waiting=stats.queue_depth,
+        waiting_by_tier=_by_tier(stats.queue_classes),
+        busy=None if busy is None else min(1.0, busy),
+        requests_per_s=growth.per_s(
+            entry, earlier, lambda one: one.batcher.total_completed if one.batcher else None
+        ),
+        prompt_tokens_per_s=growth.per_s(entry, earlier, _prompt),
+        output_tokens_per_s=growth.per_s(entry, earlier, _output),
+        wait_p50_s=stats.wait_p50_s,
+        wait_p99_s=stats.wait_p99_s,
+        ttft_goal_s=entry.goals.ttft_p99_s if entry.goals else None,
+        **{name: getattr(stats, f"total_{name}") for name in OUTCOMES},
+        **window,
+    )
+    return Replica(name, True, entry.turn, figures)
+
+
+def _sum(parts: Sequence[Figures]) -> Figures:
+    """Return the figures of several replicas together."""
+
+    def known(name: str) -> list[Any]:
+        return [value for part in parts if (value := getattr(part, name)) is not None]
+
+    def added(name: str) -> Any:
+        return sum(values) if (values := known(name)) else None
+
+    tiers: dict[str, int] = {}
+    for part in parts:
+        for name, count in part.waiting_by_tier.items():
+            tiers[name] = tiers.get(name, 0) + count
+    busy = known("busy")
+    # A replica without a bound makes the sum of the bounds meaningless.
+    bounded = all(part.max_running is not None for part in parts if part.running is not None)
+    return Figures(
+        **{name: added(name) for name in SUMMED},
+        **{name: max(known(name), default=None) for name in LARGEST},
+        max_running=added("max_running") if bounded else None,
+        waiting_by_tier=tiers,
+        kv_used=_share(added("kv_tokens"), added("kv_capacity")),
+        busy=sum(busy) / len(busy) if busy else None,
+    )
+
+
+class _Tenants:
+    """Sums of the usage of tenants over the replicas of all models."""
+
+    def __init__(self, growth: _Growth) -> None:
+        self._growth = growth
+        self._sums: dict[str, dict[str, int]] = {}
+        self._rates: dict[str, float] = {}
+
+    def add(self, entries: Entries, earlier: Entries) -> None:
+        """Add the replicas of a model."""
+        for replica, entry in entries.items():
+            before = earlier.get(replica)
+            for name, use in _used(entry).items():
+                sums = self._sums.setdefault(name, {})
+                for kind in ("calls", "prompt", "cached", "output", "cost"):
+                    sums[kind] = sums.get(kind, 0) + getattr(use, kind)
+                rate = self._growth.per_s(entry, before, partial(_tokens, tenant=name))
+                if rate is not None:
+                    self._rates[name] = self._rates.get(name, 0.0) + rate
+
+    def sorted(self) -> list[Tenant]:
+        """Return the tenants, those with the most tokens per second and in all first."""
+        found = [
+            Tenant(
+                tenant=name,
+                calls=sums["calls"],
+                prompt_tokens=sums["prompt"],
+                cached_tokens=sums["cached"],
+                output_tokens=sums["output"],
+                cost=sums["cost"],
+                tokens_per_s=self._rates.get(name),
+            )
+            for name, sums in self._sums.items()
+        ]
+        return sorted(
+            found,
+            key=lambda one: (one.tokens_per_s or 0.0, one.prompt_tokens + one.output_tokens + one.cost),
+            reverse=True,
+        )
+
+
+def _adapters(entries: Iterable[ReplicaStats]) -> list[Adapter]:
+    found: dict[str, Adapter] = {}
+    for entry in entries:
+        for one in entry.adapters or ():
+            if one is not None:
+                known = found.get(one.id, Adapter(one.id, False, 0, 0))
+                resident = known.resident + one.resident
+                found[one.id] = Adapter(one.id, known.pinned or one.pinned, known.replicas + 1, resident)
+    return list(found.values())
+
+
+def _entries(report: ModelStats) -> Entries:
+    """Return the replicas of a model; one without an id is known by its place."""
+    return {entry.replica or str(place): entry for place, entry in enumerate(report.replicas)}
+
+
+def _counted(entry: ReplicaStats) -> EngineTokens | None:
+    return entry.usage.engine if entry.usage else None
+
+
+def _prompt(entry: ReplicaStats) -> int | None:
+    counted = _counted(entry)
+    return counted.prompt if counted else None
+
+
+def _output(entry: ReplicaStats) -> int | None:
+    """Return the tokens out: as the engine counts them by step, or else as requests that ended had them."""
+    if counted := _counted(entry):
+        return counted.output
+    return entry.window.output_tokens if entry.window else None
+
+
+def _used(entry: ReplicaStats) -> dict[str, Use]:
+    tenants = (entry.usage.tenants if entry.usage else None) or {}
+    return {name: use for name, use in tenants.items() if use is not None}
+
+
+def _tokens(entry: ReplicaStats, tenant: str) -> int | None:
+    use = _used(entry).get(tenant)
+    return None if use is None else use.prompt + use.output
+
+
+def _by_tier(classes: dict[int, tuple[int, int]]) -> dict[str, int]:
+    """Return the waiting records by the name of their tier."""
+    found: dict[str, int] = {}
+    for priority, (records, _) in classes.items():
+        # A priority of another version has no name here.
+        with suppress(LookupError, ValueError):
+            if records:
+                name = tier(priority)
+                found[name] = found.get(name, 0) + records
+    return found
+
+
+def _share(part: float | None, whole: float | None) -> float | None:
+    return None if part is None or not whole else part / whole

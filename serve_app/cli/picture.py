@@ -10,7 +10,6 @@ from rich.table import Table
 from rich.text import Text
 
 from serve_app.cli.figures import Figures, Model, Replica, Tenant, View
-from serve_app.cli.reading import mapping, number
 
 MOST_REPLICAS, MOST_TENANTS, MOST_ADAPTERS = 16, 10, 8
 """Most lines of each kind; the JSON has all of them."""
@@ -74,7 +73,7 @@ def picture(view: View, console: Console, note: str = "") -> RenderableType:
     ]
     if view.tenants:
         parts += [Text(), _tenants(view.tenants, console)]
-    if view.batches:
+    if view.batches is not None:
         parts += [Text(), _batches(view)]
     return Group(*parts)
 
@@ -134,7 +133,7 @@ def _model_state(model: Model) -> Text:
 def _replica_state(replica: Replica) -> Text:
     if not replica.statistics:
         return Text("no statistics", style="yellow")
-    state = "" if replica.turn is None else plain(str(replica.turn.get("state", "")))
+    state = "" if replica.turn is None else plain(replica.turn.state)
     return Text(state, style=STYLES.get(state, "yellow"))
 
 
@@ -177,21 +176,21 @@ def _tenants(tenants: Sequence[Tenant], console: Console) -> Table:
 
 def _batches(view: View) -> Text:
     """Return a line about the files and batches of the service."""
-    batches = mapping(view.batches)
-    if batches.get("error"):
-        return Text.assemble(("batches: ", "bold"), plain(str(batches["error"])))
-    parts = [f"{open} {state}" for state, open in mapping(batches.get("batches")).items() if open]
+    batches = view.batches
+    assert batches is not None
+    if batches.error:
+        return Text.assemble(("batches: ", "bold"), plain(batches.error))
+    parts = [f"{open} {state}" for state, open in batches.batches.items() if open]
     if parts:
-        rows = mapping(batches.get("rows"))
-        waiting, running = (count(number(rows.get(name))) for name in ("waiting", "in_flight"))
-        parts.append(f"rows: {waiting} waiting, {running} in flight")
-        parts.append(f"{rate(number(batches.get('rows_per_s')))} rows/s")
-        if left := number(batches.get("eta_s")):
-            parts.append(f"{seconds(left)} left")
-        if late := number(batches.get("late")):
-            parts.append(f"{count(late)} will be late")
-        if unsure := number(batches.get("unsure")):
-            parts.append(f"{count(unsure)} may be late")
+        rows = batches.rows
+        parts.append(f"rows: {count(rows.waiting)} waiting, {count(rows.in_flight)} in flight")
+        parts.append(f"{rate(batches.rows_per_s)} rows/s")
+        if batches.eta_s:
+            parts.append(f"{seconds(batches.eta_s)} left")
+        if batches.late:
+            parts.append(f"{count(batches.late)} will be late")
+        if batches.unsure:
+            parts.append(f"{count(batches.unsure)} may be late")
     return Text.assemble(("batches: ", "bold"), plain(" · ".join(parts) or "none is open"))
 
 

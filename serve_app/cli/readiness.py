@@ -14,6 +14,8 @@ from serve_app.cli.dashboard import Dashboard
 from serve_app.cli.errors import LaunchError, SlowStartError
 from serve_app.cli.progress import Progress
 from serve_app.cli.stop_signals import StopSignals
+from serve_app.client import Client, ServiceError
+from serve_app.stats import ServiceHealth
 
 HEALTH_S = 5.0
 """Seconds that the service has to say how it is, on a busy machine."""
@@ -67,7 +69,7 @@ def wait_ready(
         SlowStartError: Ray or Ray Serve did not start in time.
         LaunchError: The service failed.
     """
-    while (health := _health(url)).get("status") != "ok":
+    while (health := _health(url)).status != "ok":
         if serve.poll() is not None:
             raise _failure(log(), serve.returncode, limits)
         apps = dashboard.applications()
@@ -75,9 +77,8 @@ def wait_ready(
             if app["status"] == "DEPLOY_FAILED":
                 raise LaunchError(f"the application {name!r} could not start: {_cause(app)}")
         # Before the Ingress answers, HAProxy does, with an error.
-        if models := health.get("models"):
-            states = models.items()
-            progress.show("; ".join(f"{name}: {state['state']}" for name, state in states))
+        if models := health.models:
+            progress.show("; ".join(f"{name}: {health.model(name).state}" for name in models))
         else:
             progress.show("starting Ray Serve" if apps else "starting Ray")
         if signals.wait(0.25):
@@ -137,11 +138,9 @@ def _without_trace(message: str) -> str:
     return "\n".join(itertools.dropwhile(lambda line: line.startswith("    "), after))
 
 
-def _health(url: str) -> JSON:
+def _health(url: str) -> ServiceHealth:
     """Return the service's report of its health; empty while it can't be reached."""
-    with suppress(httpx.HTTPError, ValueError):
-        report = httpx.get(f"{url}/health", timeout=HEALTH_S).json()
-        # Another program may answer on this port.
-        if isinstance(report, dict) and isinstance(report.get("models"), dict):
-            return report
-    return {}
+    # Another program may answer on this port.
+    with suppress(ServiceError), Client(url, timeout=httpx.Timeout(HEALTH_S)) as client:
+        return client.health()
+    return ServiceHealth()

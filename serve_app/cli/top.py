@@ -5,17 +5,21 @@ import os
 import signal
 import sys
 import time
-from dataclasses import asdict
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import click
 
 from serve_app.cli.api_key import read_api_key
-from serve_app.cli.figures import View
+from serve_app.cli.errors import service_errors
+from serve_app.cli.figures import Poll, View, poll, view
 from serve_app.cli.option_values import parsed
-from serve_app.cli.reading import view
-from serve_app.cli.stats_client import StatsClient
-from serve_app.client import base_url
+from serve_app.client import Client, ServiceError, base_url
 from serve_app.dataset.options import DEFAULT_URL
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 DUMB = {"dumb", "unknown"}
 """Terminals on which nothing can be drawn, by the variable TERM."""
@@ -68,9 +72,9 @@ def top(url: str, api_key_env: str | None, interval: float, once: bool, as_json:
       saturate top https://llm.example.com --api-key-env LLM_KEY --interval 5
       saturate top --once --json | jq '.models[] | {id, running: .figures.running}'
     """
-    with StatsClient(url, read_api_key(api_key_env)) as client:
+    with service_errors(), Client(url, read_api_key(api_key_env)) as client:
         if as_json:
-            print(json.dumps(asdict(_once(client, interval)), indent=1, ensure_ascii=False))
+            print(json.dumps(_once(client, interval).body(), indent=1, ensure_ascii=False))
         elif once or not sys.stdout.isatty() or os.environ.get("TERM") in DUMB:
             _print(_once(client, interval))
         else:
@@ -78,11 +82,11 @@ def top(url: str, api_key_env: str | None, interval: float, once: bool, as_json:
     return 0
 
 
-def _once(client: StatsClient, interval_s: float) -> View:
+def _once(client: Client, interval_s: float) -> View:
     """Return the figures of one interval."""
-    before = client.poll()
+    before = poll(client, time.monotonic)
     time.sleep(interval_s)
-    return view(client.url, client.poll(), before)
+    return view(client.url, poll(client, time.monotonic), before)
 
 
 def _print(shown: View) -> None:
@@ -96,11 +100,55 @@ def _print(shown: View) -> None:
     console.print(picture(shown, console))
 
 
-def _watch(client: StatsClient, interval_s: float) -> None:
-    from serve_app.cli.live import watch
-
+def _watch(client: Client, interval_s: float) -> None:
     # A terminal that is taken over has to be given back, whatever ends the command. Scripts have SIGINT
     # ignored by what they start in the background.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     watch(client, interval_s)
+
+
+def watch(
+    client: Client,
+    interval_s: float,
+    console: "Console | None" = None,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Show a service until Ctrl-C. While it is away, the last picture stays, with the reason.
+
+    Args:
+        client: The service.
+        interval_s: Seconds between two polls.
+        console: The terminal; by default standard output.
+        sleep: Waits some seconds.
+        clock: Monotonic clock, in seconds.
+
+    Raises:
+        ServiceError: The first poll fails.
+    """
+    from rich.console import Console
+    from rich.live import Live
+
+    from serve_app.cli.picture import picture
+
+    console = console or Console()
+    with suppress(KeyboardInterrupt):
+        first = poll(client, clock)
+        last: Poll | None = first
+        shown, note, lost_at = view(client.url, first, None), "", 0.0
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                live.update(picture(shown, console, note), refresh=True)
+                sleep(interval_s)
+                try:
+                    now = poll(client, clock)
+                except ServiceError as error:
+                    if last is not None:
+                        lost_at = clock()
+                    # Rates over the time in which the service was away would be wrong.
+                    last = None
+                    note = f"lost for {clock() - lost_at:.0f} s, the picture is old: {error.message}"
+                    continue
+                shown, note = view(client.url, now, last), ""
+                last = now

@@ -17,7 +17,7 @@ from serve_app.cli.plan import NO_PLAN
 from serve_app.cli.progress import Progress
 from serve_app.cli.tune_config import RunningConfig, read_config, write_config
 from serve_app.cli.tune_run import Question, TuneRun
-from serve_app.client import base_url
+from serve_app.client import ServiceError, base_url
 from serve_app.dataset.errors import RowError
 from serve_app.dataset.options import DEFAULT_URL
 from serve_app.dataset.prompts import Prompter
@@ -31,7 +31,7 @@ from serve_app.tuning.guidellm import GuideLLM, check_guidellm
 from serve_app.tuning.load_plot import PlotError, check_plot, draw
 from serve_app.tuning.load_report import body, text
 from serve_app.tuning.requests import Prompt
-from serve_app.tuning.service import Service, ServiceError
+from serve_app.tuning.service import Service
 from serve_app.tuning.tuner import LoneMissError
 from serve_app.tuning.workload import Lengths
 

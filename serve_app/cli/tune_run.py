@@ -10,6 +10,7 @@ import click
 
 from serve_app.cli.progress import Progress
 from serve_app.cli.tune_config import RunningConfig
+from serve_app.client import ServiceError
 from serve_app.relay.usage import Tokens
 from serve_app.tuning.choice import MARGIN, choose
 from serve_app.tuning.generator import Generator
@@ -17,7 +18,7 @@ from serve_app.tuning.goals import Goal
 from serve_app.tuning.load_report import Batch, Tuning, line
 from serve_app.tuning.load_step import Load, Step
 from serve_app.tuning.requests import Prompt, Requests
-from serve_app.tuning.service import Facts, Service, ServiceError
+from serve_app.tuning.service import Facts, Service
 from serve_app.tuning.tuner import Tuner, is_small
 from serve_app.tuning.workload import Lengths
 

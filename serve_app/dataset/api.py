@@ -14,14 +14,12 @@ import httpx
 from pydantic_core import from_json, to_json
 
 from serve_app.api.protocol import JSON
-from serve_app.client import base_url
+from serve_app.client import Backoff, Client, Retries, ServiceError, json_of
 from serve_app.dataset.errors import CommandError, gave_up, output_error
 from serve_app.dataset.output import drafted
 from serve_app.dataset.progress import Shown, eta, open_progress
 from serve_app.jobs.errors import GaveUpError, RunError
-from serve_app.jobs.http import answer_of, json_of
 from serve_app.jobs.models import ENDED
-from serve_app.jobs.pacing import RETRYABLE, Backoff
 
 FIRST_POLL_S, MOST_POLL_S = 0.25, 5.0
 """Seconds between two looks at a batch: more and more, up to the second."""
@@ -81,10 +79,6 @@ class APIRun:
         sleep: Sleep = time.sleep,
         backoff: Backoff | None = None,
     ) -> None:
-        try:
-            url = base_url(url)
-        except ValueError as error:
-            raise RunError(f"--url {error}") from None
         self.output = output or input.with_name(f"{input.stem}.output.jsonl")
         self.errors = self.output.with_name(
             f"{self.output.name.removesuffix('.jsonl').removesuffix('.output')}.errors.jsonl"
@@ -98,13 +92,17 @@ class APIRun:
         self._backoff = backoff or Backoff()
         self._display = open_progress(quiet)
         self._began: tuple[float, int] | None = None
-        # The key of one service is not for another one.
-        self._http = httpx.Client(
-            base_url=url,
-            headers={"authorization": f"Bearer {api_key or 'none'}"},
-            timeout=timeouts or httpx.Timeout(60.0),
-            transport=transport,
-        )
+        try:
+            # Without a key the service derives the tenant from what is sent.
+            self._client = Client(
+                url,
+                api_key or "none",
+                timeout=timeouts or httpx.Timeout(60.0),
+                sleep=sleep,
+                transport=transport,
+            )
+        except ServiceError as error:
+            raise RunError(f"--url {error.message}") from None
 
     @classmethod
     def of(cls, options: SimpleNamespace, api_key: str | None) -> "APIRun":
@@ -135,7 +133,7 @@ class APIRun:
             KeyboardInterrupt: It was interrupted; the batch goes on.
         """
         try:
-            with self._http:
+            with self._client:
                 note = self._note()
                 batch = self._wait(note)
                 if batch["status"] == "failed":
@@ -205,7 +203,9 @@ class APIRun:
         def send() -> httpx.Response:
             with self._input.open("rb") as file:
                 form = {"purpose": "batch"}
-                return self._http.post("/v1/files", data=form, files={"file": (self._input.name, file)})
+                return self._client.http.post(
+                    "/v1/files", data=form, files={"file": (self._input.name, file)}
+                )
 
         return str(self._call("upload", send, "id")["id"])
 
@@ -223,7 +223,7 @@ class APIRun:
             if tried and (found := self._find(note)):
                 return httpx.Response(200, json=found)
             tried = True
-            return self._http.post("/v1/batches", json=body)
+            return self._client.http.post("/v1/batches", json=body)
 
         # A note without a batch may be that of a run which ended before it had the answer.
         if batch := self._find(note):
@@ -235,7 +235,7 @@ class APIRun:
         after: JSON = {}
         while True:
             params = {"limit": 100, **after}
-            page = self._call("list", partial(self._http.get, "/v1/batches", params=params), "data")
+            page = self._call("list", partial(self._client.http.get, "/v1/batches", params=params), "data")
             if (batch := _of_run(page, note["run"])) is not None:
                 return batch
             batches = page["data"]
@@ -267,7 +267,7 @@ class APIRun:
         wait_s = FIRST_POLL_S
         while True:
             batch = self._call(
-                "poll", lambda: self._http.get(f"/v1/batches/{note['batch']}"), *FIELDS, patient=True
+                "poll", lambda: self._client.http.get(f"/v1/batches/{note['batch']}"), *FIELDS, patient=True
             )
             self._display.update(self._shown(batch))
             if batch["status"] in ENDED:
@@ -284,7 +284,7 @@ class APIRun:
             part = path.with_name(f"{path.name}.part")
 
             def send() -> httpx.Response:
-                with self._http.stream("GET", f"/v1/files/{file}/content") as response:
+                with self._client.http.stream("GET", f"/v1/files/{file}/content") as response:
                     if response.is_success:
                         with part.open("wb") as out:
                             for piece in response.iter_bytes(PIECE_BYTES):
@@ -311,33 +311,24 @@ class APIRun:
             fields: Fields that its answer has.
             patient: A service that is gone is waited for without end: the batch is safe there.
         """
-        tried = 0
-        while True:
-            tried += 1
-            retry_after = None
-            try:
-                response = send()
-            except httpx.HTTPError as error:
-                message = f"{self._http.base_url}: {str(error) or type(error).__name__}"
-            else:
-                if response.is_success:
-                    body = json_of(response) or {}
-                    if missing := [field for field in fields if field not in body]:
-                        # Such as the page of a proxy that asks for a login.
-                        raise RunError(
-                            f"{what}: {self._http.base_url} answers {response.status_code} without "
-                            f"{missing[0]!r}, so it isn't saturate: {response.text.strip()[:100]!r}"
-                        )
-                    return body
-                answer = answer_of(response)
-                message = answer.message
-                if answer.status not in RETRYABLE:
-                    raise RunError(f"{what}: {message}")
-                retry_after = answer.retry_after_s
-            if tried > self._retries and not patient:
-                raise gave_up(GaveUpError(tried, f"the {what}", message))
-            self._display.say(f"trying again: {message}")
-            self._sleep(self._backoff.wait_s(min(tried, 8), retry_after))
+        most = None if patient else self._retries
+        try:
+            response = self._client.call(send, Retries(most, self._backoff, self._tell))
+        except ServiceError as error:
+            if not error.retryable:
+                raise RunError(f"{what}: {error.message}") from None
+            raise gave_up(GaveUpError(self._retries + 1, f"the {what}", error.message)) from None
+        body = json_of(response) or {}
+        if missing := [field for field in fields if field not in body]:
+            # Such as the page of a proxy that asks for a login.
+            raise RunError(
+                f"{what}: {self._client.url} answers {response.status_code} without {missing[0]!r}, so it "
+                f"isn't saturate: {response.text.strip()[:100]!r}"
+            )
+        return body
+
+    def _tell(self, error: ServiceError) -> None:
+        self._display.say(f"trying again: {error.message}")
 
     def _write_note(self, note: JSON) -> None:
         with drafted(self._note_path) as draft:

@@ -19,6 +19,7 @@ from pydantic_core import from_json, to_json
 
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import TIER_PRIORITY, Scheduling, ServiceTier
+from serve_app.client import RETRYABLE, Backoff
 from serve_app.dataset.errors import CommandError, MissingColumnError, OutputError, RowError, gave_up
 from serve_app.dataset.formats import Row as InputRow
 from serve_app.dataset.formats import numbered
@@ -27,7 +28,7 @@ from serve_app.dataset.readers import open_source
 from serve_app.dataset.stats import Measured, RunStats, Service
 from serve_app.jobs.errors import GaveUpError, RunError
 from serve_app.jobs.lists import Lists
-from serve_app.jobs.pacing import RETRYABLE, Auto, Backoff, Concurrency, Fixed
+from serve_app.jobs.pacing import Auto, Concurrency, Fixed
 from serve_app.jobs.plan import TOGETHER, Line, Planner, Turns
 from serve_app.jobs.rows import Answer, Result, Row, Tokens
 from serve_app.jobs.runner import Runner, finished

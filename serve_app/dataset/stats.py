@@ -16,6 +16,7 @@ from serve_app.api.scheduling import Scheduling
 from serve_app.jobs.pacing import EngineLoad, engine_load
 from serve_app.jobs.rows import Answer, Result
 from serve_app.jobs.runner import Runner
+from serve_app.stats import ReplicaStats
 
 SAMPLE = 10_000
 """Most latencies that are kept for percentiles, drawn uniformly from all calls."""
@@ -35,7 +36,7 @@ class Service(Protocol):
     def base_of(self, model: str) -> str | None:
         """Return the model whose engines run a model or an adapter; None: it isn't served now."""
 
-    async def replicas(self) -> list[JSON] | None:
+    async def replicas(self) -> list[ReplicaStats] | None:
         """Return the statistics of the model's replicas; None where they can't be had now."""
 
     async def close(self) -> None:
@@ -49,13 +50,14 @@ class Utilization:
     _first: dict[str, tuple[float, float]] = field(default_factory=dict)
     _last: dict[str, tuple[float, float]] = field(default_factory=dict)
 
-    def update(self, replicas: list[JSON]) -> None:
+    def update(self, replicas: Sequence[ReplicaStats]) -> None:
         """Add the statistics of all replicas at one time."""
         for replica in replicas:
-            batcher = replica["batcher"]
-            times = float(batcher["busy_time_s"]), float(batcher["idle_time_s"])
-            self._first.setdefault(replica["replica"], times)
-            self._last[replica["replica"]] = times
+            if replica.batcher is None or replica.replica is None:
+                continue
+            times = replica.batcher.busy_time_s, replica.batcher.idle_time_s
+            self._first.setdefault(replica.replica, times)
+            self._last[replica.replica] = times
 
     @property
     def share(self) -> float | None:
@@ -217,16 +219,10 @@ class Measured:
         return self._service.base_of(model)
 
     async def load(self, base: str | None) -> EngineLoad | None:
-        """Return the load of the engines, and note their utilization; None: it isn't known.
-
-        Statistics of another form, as of another version, are left out: the run goes on without them.
-        """
+        """Return the load of the engines, and note their utilization; None: it isn't known."""
         replicas = await self._service.replicas()
         if replicas is None:
             return None
         self.asleep = not replicas
-        try:
-            self._stats.utilization.update(replicas)
-            return engine_load(replicas) if replicas else None
-        except (KeyError, TypeError, ValueError, AttributeError):
-            return None
+        self._stats.utilization.update(replicas)
+        return engine_load(replicas)

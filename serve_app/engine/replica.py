@@ -1,6 +1,5 @@
 """Parts that the replicas of every kind of model share."""
 
-import dataclasses
 import logging
 import os
 from collections.abc import AsyncGenerator, Awaitable, Sequence
@@ -12,7 +11,7 @@ import ray
 from ray import serve
 from ray.serve.exceptions import RayServeException
 
-from batcher import Stats
+from batcher import BatchStats, ContinuousStats
 from serve_app.api.errors import FAULT, RequestError, internal_error
 from serve_app.api.headers import request_id
 from serve_app.api.protocol import JSON
@@ -20,6 +19,7 @@ from serve_app.ledger.calls import OTHER, CallBook, Sums
 from serve_app.relay.frame import KEEP_ALIVE, Head, pack, pack_error, split, with_headers
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage
+from serve_app.stats import replica_body
 
 logger = logging.getLogger("ray.serve")
 
@@ -125,12 +125,11 @@ def routing_stats(tokens: int, adapters: Sequence[str] = (), *, asleep: bool = F
     return report | ({"adapters": sorted(adapters)} if adapters else {}) | ({"asleep": 1} if asleep else {})
 
 
-def replica_stats(stats: Stats, **more: Any) -> JSON:
+def replica_stats(stats: ContinuousStats | BatchStats, **more: Any) -> JSON:
     """Return a replica's entry in `/stats`.
 
     Args:
         stats: Its batcher's statistics.
-        more: Its limits and other entries, by name.
+        more: Other fields of `ReplicaStats`.
     """
-    replica = serve.get_replica_context().replica_tag
-    return {"replica": replica, **more, "batcher": dataclasses.asdict(stats)}
+    return replica_body(serve.get_replica_context().replica_tag, stats, **more)

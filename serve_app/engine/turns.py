@@ -12,6 +12,7 @@ from batcher import ContinuousBatcher
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
 from serve_app.quotas.client import Handle
+from serve_app.stats import Turn
 from serve_app.system import cancellation
 from serve_app.system.rounds import Rounds
 from serve_app.turns.messages import Demand, Order, Report, State
@@ -210,14 +211,14 @@ class EngineTurns:
 
     def stats(self) -> JSON:
         """Return the entry of `/stats`."""
-        return {
-            "group": self._place.group,
-            "state": self.state,
-            "turns": self._began,
-            "sleep_s": round(self._sleep_s, 3),
-            "wake_s": round(self._wake_s, 3),
+        return Turn(
+            group=self._place.group,
+            state=self.state,
+            turns=self._began,
+            sleep_s=round(self._sleep_s, 3),
+            wake_s=round(self._wake_s, 3),
             **({"cause": self.cause} if self.cause else {}),
-        }
+        ).body()
 
     async def _run(self) -> None:
         self._began += 1

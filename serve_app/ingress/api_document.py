@@ -24,6 +24,7 @@ from serve_app.ingress.pages import docs_page
 from serve_app.ingress.status import deployment_stats
 from serve_app.settings.models import FunctionSettings, LLMSettings
 from serve_app.settings.schema import Settings
+from serve_app.stats import ServiceHealth, ServiceStats
 
 DOCUMENT = "/openapi.json"
 PAGE = "/docs"
@@ -188,7 +189,7 @@ class APIDocument:
         refs, definitions = models_json_schema(
             [
                 *((kind, "validation") for kind in _BODIES),
-                (GenerateResponse, "serialization"),
+                *((kind, "serialization") for kind in (GenerateResponse, ServiceStats, ServiceHealth)),
             ],
             ref_template="#/components/schemas/{model}",
         )
@@ -234,11 +235,22 @@ class APIDocument:
             for path, methods in batches.ROUTES.items():
                 for method, text in methods.items():
                     add(method.lower(), path, text, **_FORMS.get((method, path), {}))
-        add("get", "/health", "200 once a model can answer, else 503 and the reason.")
+        add(
+            "get",
+            "/health",
+            "200 once a model can answer, else 503 and the reason.",
+            answer=refs[ServiceHealth, "serialization"],
+        )
         for method in ("get", "post"):
             add(method, "/ping", "The same, for SageMaker.")
         add("get", VERSION, "The versions of vLLM, saturate and Ray; `version` is vLLM's.")
-        add("get", "/stats", "The batcher of every replica; in a browser a page.", query=("format",))
+        add(
+            "get",
+            "/stats",
+            "The batcher of every replica; in a browser a page.",
+            query=("format",),
+            answer=refs[ServiceStats, "serialization"],
+        )
         add("get", "/stats.html", "A page with live figures.", kind="text/html")
         add("get", "/", "A page with the models and examples.", kind="text/html")
         add("get", DOCUMENT, "This document.")

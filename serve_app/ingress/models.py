@@ -12,6 +12,7 @@ from serve_app.api.routes import POOLING, PROCESS, listed, named
 from serve_app.api.validation import suggestion
 from serve_app.settings.adapters import adapters_by_id
 from serve_app.settings.models import ModelSettings
+from serve_app.stats import ReplicaStats
 
 MOST_COMPARED = 100
 """Names that an unknown one is compared with: thousands of adapters would hold the event loop."""
@@ -45,7 +46,7 @@ class ServedModels(Collection[str]):
     def __init__(
         self,
         models: Sequence[ModelSettings],
-        replicas: Callable[[str], Awaitable[Sequence[JSON]]],
+        replicas: Callable[[str], Awaitable[Sequence[ReplicaStats]]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._models = {model.id: model for model in models}
@@ -159,8 +160,8 @@ class ServedModels(Collection[str]):
             found = await asyncio.gather(*map(self._replicas, bases))
             for base, replicas in zip(bases, found, strict=True):
                 if replicas:
-                    adapters = [adapter for replica in replicas for adapter in replica.get("adapters", ())]
-                    self._set_adapters(base, {adapter["id"]: adapter["root"] for adapter in adapters})
+                    adapters = [one for replica in replicas for one in replica.adapters or () if one]
+                    self._set_adapters(base, {adapter.id: adapter.root for adapter in adapters})
             self._adapters_read_at = self._clock()
 
     def _set_adapters(self, base: str, roots: Mapping[str, str]) -> None:
@@ -187,7 +188,8 @@ class ServedModels(Collection[str]):
             # Each question goes to every replica: those that come during one share its answer.
             if self._context_answers[name] == before:
                 for replica in await self._replicas(name):
-                    self._contexts[name] = replica["max_model_len"]
+                    if replica.max_model_len is not None:
+                        self._contexts[name] = replica.max_model_len
                 self._context_answers[name] += 1
         return self._contexts.get(name, model.context)
 

@@ -21,6 +21,7 @@ from serve_app.ingress.context import context_of
 from serve_app.ingress.pages import STATS_PAGE, base_url, page, wants_page
 from serve_app.quotas.counters import key_subject, tenant_subject
 from serve_app.settings.models import ModelSettings
+from serve_app.stats import ReplicaStats
 from serve_app.system import cancellation
 
 logger = logging.getLogger("ray.serve")
@@ -230,7 +231,7 @@ async def broadcast(
 
 async def replica_stats(
     handle: DeploymentHandle[Any], running: Callable[[], Awaitable[int]], timeout_s: float = TIMEOUT_S
-) -> list[JSON]:
+) -> list[ReplicaStats]:
     """Return the statistics of each replica of a model.
 
     Args:
@@ -241,7 +242,8 @@ async def replica_stats(
     Raises:
         Exception: A replica, or Ray Serve's controller, didn't answer.
     """
-    return await broadcast(handle, running, "stats", timeout_s=timeout_s)
+    found = await broadcast(handle, running, "stats", timeout_s=timeout_s)
+    return [ReplicaStats.model_validate(entry) for entry in found]
 
 
 async def deployment_stats(
@@ -328,10 +330,9 @@ class Status:
             Route("/stats.html", self._stats),
         ]
 
-    async def replicas(self, model: str) -> Sequence[JSON]:
+    async def replicas(self, model: str) -> Sequence[ReplicaStats]:
         """Return the statistics of the replicas of a model; none if they can't be had now."""
-        replicas: Sequence[JSON] = (await self._replica_stats(model))["replicas"]
-        return replicas
+        return [ReplicaStats.model_validate(entry) for entry in (await self._entries(model))["replicas"]]
 
     async def _index(self, request: Request) -> Response:
         models = [model for model in self._models if _may_use(request, model.id)]
@@ -351,16 +352,17 @@ class Status:
         if wants_page(request):
             return HTMLResponse(STATS_PAGE)
         names = [model for model in self._engines if _may_use(request, model)]
-        reports = await asyncio.gather(*map(self._replica_stats, names))
+        reports = await asyncio.gather(*map(self._entries, names))
         body: JSON = {"models": dict(zip(names, reports, strict=True))}
         for name, stats in self._others.items():
             body[name] = await stats()
         return JSONResponse(own_part(body, context_of(request.scope).caller))
 
-    async def _replica_stats(self, model: str) -> JSON:
+    async def _entries(self, model: str) -> JSON:
+        """Return what `ModelStats` reads, as the replicas have written it."""
         try:
             running = partial(self._health.running, model)
-            return {"replicas": await replica_stats(self._engines[model], running)}
+            return {"replicas": await broadcast(self._engines[model], running, "stats", timeout_s=TIMEOUT_S)}
         except Exception as error:
             # The caller gets the reason, every second while a model starts.
             return {"replicas": [], "error": str(error) or type(error).__name__}

@@ -38,6 +38,7 @@ from serve_app.ledger.callers import LostCalls
 from serve_app.relay.frame import Head
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.schema import Settings
+from serve_app.stats import ReplicaStats
 
 logger = logging.getLogger("ray.serve")
 
@@ -157,9 +158,9 @@ class EngineClient:
             self._used.clear()
         found = await asyncio.gather(*map(self._replicas, models))
         replicas = [replica for one in found for replica in one]
-        return engine_load(replicas) if replicas else None
+        return engine_load(replicas)
 
-    async def _replicas(self, model: str) -> list[JSON]:
+    async def _replicas(self, model: str) -> list[ReplicaStats]:
         try:
             return await replica_stats(self._engines[model], partial(self._health.running, model))
         except Exception:

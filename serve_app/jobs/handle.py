@@ -11,6 +11,7 @@ from serve_app.api.scheduling import Scheduling
 from serve_app.jobs.errors import RunError
 from serve_app.jobs.rows import Answer
 from serve_app.settings.environment import MESSAGES
+from serve_app.stats import ReplicaStats
 from serve_app.system import cancellation
 
 STATS_TIMEOUT_S = 10.0
@@ -103,7 +104,7 @@ class HandleClient:
         """Return the model: all rows go to one Engine."""
         return model
 
-    async def replicas(self) -> list[JSON] | None:
+    async def replicas(self) -> list[ReplicaStats] | None:
         """Return the statistics of the Engine's replicas; None where they can't be had now."""
         from serve_app.ingress.status import replica_stats
 

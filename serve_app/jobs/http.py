@@ -4,18 +4,19 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Self
 
 import httpx
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
 
 from serve_app.api.errors import RequestError
 from serve_app.api.headers import KEEP_ALIVE
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
-from serve_app.client import base_url
+from serve_app.client import base_url, error_of, json_of, retry_after_s
 from serve_app.jobs.errors import RunError
 from serve_app.jobs.rows import Answer
+from serve_app.stats import ReplicaStats, ServiceStats
 
 STATS_TIMEOUT_S = 10.0
 
@@ -97,16 +98,15 @@ class HTTPClient:
         """Return the model: the service chooses the engines."""
         return model
 
-    async def replicas(self) -> list[JSON] | None:
+    async def replicas(self) -> list[ReplicaStats] | None:
         """Return the statistics of the model's replicas; None where they can't be had now."""
-        # Another version, or another server, may have statistics of any form.
-        with suppress(httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError, StopIteration):
+        with suppress(httpx.HTTPError, ValueError):
             with self._pooled() as http:
                 response = await http.get(f"{self.url}/stats", timeout=STATS_TIMEOUT_S)
-            report = _report_of(response.raise_for_status().json()["models"], self._model)
-            if not report.get("error"):
-                replicas: list[JSON] = report["replicas"]
-                return replicas
+            stats = ServiceStats.model_validate_json(response.raise_for_status().content)
+            model = stats.model_or_base(self._model)
+            if model is not None and not model.error:
+                return model.replicas
         return None
 
     async def close(self) -> None:
@@ -136,52 +136,28 @@ class HTTPClient:
 
 def answer_of(response: httpx.Response) -> Answer:
     """Return what a response says: an answer of the service, or an error in its form."""
-    retry_after_s = None
-    with suppress(ValueError):
-        retry_after_s = max(0.0, float(response.headers.get("retry-after", "")))
     status = response.status_code
     # A row may be sent again after a 408: it has no deadline of its own.
     final = status >= 500 and response.headers.get("x-should-retry") == "false"
-    body = json_of(response)
-    error = body.get("error") if body is not None else None
     if status == 200:
+        body = json_of(response)
         if body is None:
             return _failed(502, f"{response.url}: the answer is no JSON object")
-        if not error:
+        if not (error := body.get("error")):
             return Answer(200, body)
         # The answer had begun before the call failed.
         code = error.get("code") if isinstance(error, dict) else None
         if not isinstance(code, int) or not 400 <= code < 600:
             return _failed(502, f"{response.url}: the answer is an error of another form: {error!r:.200}")
         return Answer(code, body, final=error.get("should_retry") is False)
-    if isinstance(error, dict) and "message" in error:
-        return Answer(status, {"error": error}, retry_after_s, final)
+    retry_after = retry_after_s(response)
+    if error := error_of(response):
+        return Answer(status, {"error": error}, retry_after, final)
     text = response.text.strip()[:200]
     message = f"{response.url}: {status} {response.reason_phrase}: {text}"
     # Ray Serve's proxy answers 404 in its own words while the application isn't deployed yet.
-    return _failed(503 if status == 404 else status, message)._replace(retry_after_s=retry_after_s)
-
-
-def json_of(response: httpx.Response) -> JSON | None:
-    """Return the JSON object that a response has; None: it has none, such as a page of a proxy."""
-    try:
-        body: Any = from_json(response.content)
-    except ValueError:
-        return None
-    return body if isinstance(body, dict) else None
+    return _failed(503 if status == 404 else status, message)._replace(retry_after_s=retry_after)
 
 
 def _failed(status: int, message: str) -> Answer:
     return Answer.of(RequestError(status, "service_unavailable", message))
-
-
-def _report_of(models: JSON, name: str | None) -> JSON:
-    """Return the part of `/stats` of a model, or of the model of an adapter; None: the first one."""
-    found: JSON
-    if name is None or name in models:
-        found = models[name or next(iter(models))]
-        return found
-    for found in models.values():
-        if name in (one["id"] for replica in found["replicas"] for one in replica.get("adapters", ())):
-            return found
-    raise KeyError(name)

@@ -12,7 +12,8 @@ from pydantic_core import to_json
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
-from serve_app.jobs.pacing import RETRYABLE, EngineLoad
+from serve_app.client import RETRYABLE
+from serve_app.jobs.pacing import EngineLoad
 from serve_app.jobs.rows import Answer, Client
 
 GATHER_S = 0.005

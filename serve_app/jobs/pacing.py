@@ -1,13 +1,12 @@
 """How many rows are sent: limits that adapt to the load of the engines, waits, and rates."""
 
-import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from serve_app.api.protocol import JSON
+from batcher import BatchStats, ContinuousStats
+from serve_app.stats import ReplicaStats
 
 
 class EngineLoad(NamedTuple):
@@ -24,40 +23,33 @@ class EngineLoad(NamedTuple):
     free: int | None = None
 
 
-def engine_load(replicas: Iterable[JSON]) -> EngineLoad:
-    """Return the load of replicas together.
-
-    Args:
-        replicas: Their entries in `/stats`.
-    """
-    batchers = [replica["batcher"] for replica in replicas]
+def engine_load(replicas: Iterable[ReplicaStats]) -> EngineLoad | None:
+    """Return the load of replicas together; None: there are none, or none has told its load."""
+    batchers = [replica.batcher for replica in replicas if replica.batcher is not None]
+    if not batchers:
+        return None
     free = [_free(batcher) for batcher in batchers]
     known = [number for number in free if number is not None]
     return EngineLoad(
-        sum(batcher.get("running", 0) for batcher in batchers),
-        sum(batcher.get("queue_depth", 0) for batcher in batchers),
+        sum(batcher.running for batcher in batchers),
+        sum(batcher.queue_depth for batcher in batchers),
         sum(known) if len(known) == len(free) else None,
     )
 
 
-def _free(batcher: JSON) -> int | None:
+def _free(batcher: ContinuousStats | BatchStats) -> int | None:
     """Return the records that one replica would start at once, if they are like those that run there."""
-    places = batcher.get("max_running")
-    if places is None:
+    if not isinstance(batcher, ContinuousStats) or batcher.max_running is None:
         return None
-    running: int = batcher["running"]
-    free: int = places - running
-    if tokens := batcher["running_cost"]:
+    free = batcher.max_running - batcher.running
+    if batcher.running_cost:
         # Records reserve tokens too: as many as those that run have on average.
-        free = min(free, (batcher["capacity"] - tokens) * running // tokens)
-    waiting: int = batcher["queue_depth"]
-    return max(0, free - waiting)
+        left = batcher.capacity - batcher.running_cost
+        free = min(free, left * batcher.running // batcher.running_cost)
+    return max(0, free - batcher.queue_depth)
 
 
 Clock = Callable[[], float]
-
-RETRYABLE = {408, 425, 429, 500, 502, 503, 504}
-"""Statuses after which another try may succeed."""
 
 GROWING_S, STEADY_S = 0.25, 1.0
 """Seconds between two looks at the load of the engines, while a limit grows and otherwise."""
@@ -70,35 +62,6 @@ GROWTH = 4
 
 BINDING = 0.75
 """Share of a limit that is in use if the limit is what holds calls back; some have just ended."""
-
-
-@dataclass(slots=True, frozen=True)
-class Backoff:
-    """Exponential backoff with jitter, so that callers don't retry in step.
-
-    Attributes:
-        first_s: Longest wait before the first retry, in seconds.
-        most_s: Longest wait of all, in seconds.
-    """
-
-    first_s: float = 0.5
-    most_s: float = 60.0
-    _random: random.Random = field(default_factory=random.Random, repr=False, compare=False)
-
-    def wait_s(self, failures: int, retry_after_s: float | None = None) -> float:
-        """Return the seconds to wait before the next try.
-
-        Args:
-            failures: Number of failed tries, at least 1.
-            retry_after_s: Seconds from the service's `Retry-After`; the wait is never shorter.
-        """
-        # The exponent is bounded because a large power would overflow.
-        ceiling = min(self.most_s, self.first_s * 2.0 ** min(failures - 1, 60))
-        wait = ceiling * self._random.uniform(0.5, 1.0)
-        if retry_after_s is None:
-            return wait
-        # Jitter, since all callers with the same Retry-After would return at once.
-        return max(wait, retry_after_s * self._random.uniform(1.0, 1.25))
 
 
 class Fixed:

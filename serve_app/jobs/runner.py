@@ -9,8 +9,9 @@ from functools import partial
 from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
+from serve_app.client import Backoff
 from serve_app.jobs.errors import DatabaseError, RunError
-from serve_app.jobs.pacing import BINDING, Auto, Backoff, Concurrency, Rate
+from serve_app.jobs.pacing import BINDING, Auto, Concurrency, Rate
 from serve_app.jobs.rows import Client, Result, Row
 from serve_app.jobs.scheduler import Places, Run
 from serve_app.jobs.sender import Sender

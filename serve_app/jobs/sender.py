@@ -8,9 +8,10 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
 from serve_app.api.errors import RequestError, internal_error
+from serve_app.client import RETRYABLE, Backoff
 from serve_app.ingress.body import look
 from serve_app.jobs.errors import GaveUpError
-from serve_app.jobs.pacing import RETRYABLE, Backoff, Concurrency
+from serve_app.jobs.pacing import Concurrency
 from serve_app.jobs.rows import Answer, Client, QuotaError, Result, Row
 from serve_app.jobs.scheduler import Run
 from serve_app.system import cancellation

@@ -32,6 +32,7 @@ from serve_app.relay.request import RelayRequest
 from serve_app.relay.upload import Uploads
 from serve_app.relay.usage import RequestUsage
 from serve_app.settings.batches import BatchesSettings
+from serve_app.stats import BatchesStats, RowCounts
 from serve_app.telemetry import catalogue
 from serve_app.telemetry.faults import FaultCount
 from serve_app.telemetry.meters import Meters
@@ -213,23 +214,23 @@ class BatchService:
         runner = self._runner
         rows = runner.rows
         rate = rows.rate.per_s
-        return {
-            "batches": {state: summary.batches.get(state, 0) for state in OPEN},
-            "rows": {
-                "waiting": max(0, summary.rows - rows.in_flight),
-                "in_flight": rows.in_flight,
-                "completed": rows.rate.total - rows.failed,
-                "failed": rows.failed,
-            },
-            "rows_in_flight_limit": rows.limit,
-            "rows_per_s": round(rate, 3) if summary.rows else 0.0,
-            "eta_s": round(summary.rows / rate, 1) if summary.rows and rate else None,
-            "oldest_s": 0 if summary.oldest is None else max(0, int(time.time()) - summary.oldest),
-            "late": runner.verdicts["late"],
-            "unsure": runner.verdicts["unsure"],
-            "files": summary.files,
-            "bytes": summary.bytes,
-        }
+        return BatchesStats(
+            batches={state: summary.batches.get(state, 0) for state in OPEN},
+            rows=RowCounts(
+                waiting=max(0, summary.rows - rows.in_flight),
+                in_flight=rows.in_flight,
+                completed=rows.rate.total - rows.failed,
+                failed=rows.failed,
+            ),
+            rows_in_flight_limit=rows.limit,
+            rows_per_s=round(rate, 3) if summary.rows else 0.0,
+            eta_s=round(summary.rows / rate, 1) if summary.rows and rate else None,
+            oldest_s=0 if summary.oldest is None else max(0, int(time.time()) - summary.oldest),
+            late=runner.verdicts["late"],
+            unsure=runner.verdicts["unsure"],
+            files=summary.files,
+            bytes=summary.bytes,
+        ).body()
 
     def check(self) -> None:
         """Raise if the runner has failed."""

@@ -5,6 +5,7 @@ from math import isfinite
 from serve_app.api.protocol import JSON
 from serve_app.quotas.counters import Charge, HolderAnswer, HolderReport
 from serve_app.settings.schema import Settings
+from serve_app.stats import LimitStats, QuotasStats
 from serve_app.system.cpu_scheduling import use_batch_scheduling
 from serve_app.system.garbage_collection import collect_rarely
 from serve_app.system.serve_logging import flush_warnings
@@ -54,21 +55,19 @@ class Quotas:
 
     async def stats(self) -> JSON:
         """Return the state of all limits, by key and tenant."""
-        return {
-            "holders": self._service.holders,
-            "limits": {
-                subject: {
-                    state.name: {
-                        "limit": state.limit,
-                        "remaining": state.remaining,
-                        "reserved": state.reserved,
-                        "ends_in_s": round(state.ends_in_s, 1) if isfinite(state.ends_in_s) else None,
-                    }
-                    for state in states
-                }
-                for subject, states in self._service.states().items()
-            },
+        limits = {
+            subject: {
+                state.name: LimitStats(
+                    limit=state.limit,
+                    remaining=state.remaining,
+                    reserved=state.reserved,
+                    ends_in_s=round(state.ends_in_s, 1) if isfinite(state.ends_in_s) else None,
+                )
+                for state in states
+            }
+            for subject, states in self._service.states().items()
         }
+        return QuotasStats(holders=self._service.holders, limits=limits).body()
 
     async def check_health(self) -> None:
         """Raise if the quotas aren't kept any more, so that Serve replaces this replica."""

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from serve_app.api.protocol import JSON
+from serve_app.client import ServiceError
 from serve_app.tuning.generator import Generator
 from serve_app.tuning.load_step import Answer, Load, Step
 from serve_app.tuning.requests import Ask
-from serve_app.tuning.service import ServiceError
 
 COMMAND = "guidellm"
 

@@ -6,8 +6,9 @@ import statistics
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
+from serve_app.client import ServiceError
 from serve_app.tuning.observations import Observation
-from serve_app.tuning.service import Facts, ServiceError, Stream
+from serve_app.tuning.service import Facts, Stream
 
 REPEATS = 3
 """Times that each point is measured."""

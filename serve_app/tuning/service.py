@@ -6,23 +6,19 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Self
 
 import httpx
+from pydantic import BaseModel
 
-from serve_app.api.protocol import JSON
 from serve_app.api.validation import FEW, suggestion
-from serve_app.client import base_url
+from serve_app.client import AsyncClient, ServiceError
 
 TOKENS = range(33, 127)
 """Token ids of prompts: every vocabulary has them, and few tokenizers have special ones among them."""
 
 TIMEOUT_S = 120.0
 """Longest silence of the service; a model with 0 replicas is loaded in this time, or not measured."""
-
-
-class ServiceError(Exception):
-    """A service can't be measured; the message says why, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +64,12 @@ class Stream:
         return self.tokens[0][0] - self.sent_at
 
 
+class _Count(BaseModel):
+    """The answer to `/tokenize`."""
+
+    count: int
+
+
 class Service:
     """A service behind a URL; an asynchronous context manager.
 
@@ -96,26 +98,19 @@ class Service:
         clock: Callable[[], float] = time.perf_counter,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        try:
-            self.url = base_url(url)
-        except ValueError as error:
-            raise ServiceError(str(error)) from None
-        self.clock = clock
-        self.headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self._numbers = random.Random(seed)
-        self._http = httpx.AsyncClient(
-            base_url=self.url,
-            timeout=httpx.Timeout(10.0, read=TIMEOUT_S),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-            headers=self.headers,
-            transport=transport,
+        self._client = AsyncClient(
+            url, api_key, timeout=httpx.Timeout(10.0, read=TIMEOUT_S), transport=transport
         )
+        self.url = self._client.url
+        self.clock = clock
+        self.headers = self._client.headers
+        self._numbers = random.Random(seed)
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await self._http.aclose()
+        await self._client.close()
 
     async def find(self, model: str | None) -> str:
         """Return the id of the model to measure.
@@ -126,8 +121,8 @@ class Service:
         Raises:
             ServiceError: There is no service, or no such model, or several without a choice.
         """
-        cards = await self._cards()
-        names = [card["id"] for card in cards if card.get("kind") == "llm" and not card.get("parent")]
+        cards = await self._client.cards()
+        names = [card.id for card in cards if card.kind == "llm" and not card.parent]
         if not names:
             raise ServiceError(f"{self.url}: it serves no language model that this key may use")
         if model is None and len(names) > 1:
@@ -143,11 +138,8 @@ class Service:
         Raises:
             ServiceError: The service doesn't answer, or not as saturate does.
         """
-        answer = await self._ask("/tokenize", {"model": model, "prompt": text, "add_special_tokens": False})
-        try:
-            return int(answer["count"])
-        except (KeyError, TypeError, ValueError):
-            raise self._foreign("/tokenize has no count") from None
+        body = {"model": model, "prompt": text, "add_special_tokens": False}
+        return self._client.read(await self._client.ask("POST", "/tokenize", json=body), _Count).count
 
     async def facts(self, model: str) -> Facts:
         """Return the facts about a model.
@@ -155,27 +147,23 @@ class Service:
         Raises:
             ServiceError: The service doesn't answer, or not as saturate does.
         """
-        card = next((card for card in await self._cards() if card["id"] == model), {})
-        report = (await self._ask("/stats")).get("models", {}).get(model, {})
-        replicas = report.get("replicas", [])
-        if report.get("error") or not replicas:
-            reason = report.get("error") or "it has no replica"
+        card = next((card for card in await self._client.cards() if card.id == model), None)
+        report = (await self._client.stats()).models.get(model)
+        if report is None or report.error or not report.replicas:
+            reason = (report and report.error) or "it has no replica"
             raise ServiceError(f"{self.url}: /stats has nothing about {model}: {reason}")
-        try:
-            return self._facts(model, card, [replica["batcher"] for replica in replicas])
-        except (KeyError, TypeError, ValueError) as error:
-            raise self._foreign(f"/stats has no {error}") from None
-
-    @staticmethod
-    def _facts(model: str, card: JSON, batchers: Sequence[JSON]) -> Facts:
+        batchers = [replica.window for replica in report.replicas]
+        known = [batcher for batcher in batchers if batcher is not None]
+        if len(known) < len(batchers):
+            raise self._client.foreign(f"/stats lacks the batcher of a replica of {model}")
         return Facts(
             model=model,
-            max_model_len=int(card.get("max_model_len") or 0),
-            replicas=len(batchers),
-            kv_tokens=min(int(each["capacity"]) for each in batchers),
-            max_num_seqs=min(int(each["max_running"] or each["capacity"]) for each in batchers),
-            in_flight=sum(int(each["running"]) + int(each["queue_depth"]) for each in batchers),
-            submitted=sum(int(each["total_submitted"]) for each in batchers),
+            max_model_len=(card and card.max_model_len) or 0,
+            replicas=len(known),
+            kv_tokens=min(each.capacity for each in known),
+            max_num_seqs=min(each.max_running or each.capacity for each in known),
+            in_flight=sum(each.running + each.queue_depth for each in known),
+            submitted=sum(each.total_submitted for each in known),
         )
 
     async def streams(self, model: str, prompts: Sequence[int], tokens: int) -> list[Stream]:
@@ -204,14 +192,14 @@ class Service:
         }
         stream = Stream(prompt, self.clock())
         try:
-            async with self._http.stream("POST", "/v1/completions", json=body) as response:
+            async with self._client.http.stream("POST", "/v1/completions", json=body) as response:
                 if response.status_code != 200:
                     await response.aread()
-                    raise self._refusal(response)
+                    raise self._client.refusal(response)
                 async for line in response.aiter_lines():
                     self._read(stream, line)
         except httpx.HTTPError as error:
-            raise self._unreachable(error) from None
+            raise self._client.unreachable(error) from None
         if not stream.tokens or stream.tokens[-1][1] != tokens:
             seen = stream.tokens[-1][1] if stream.tokens else 0
             raise ServiceError(f"{self.url}: an answer had {seen} tokens in place of {tokens}")
@@ -225,7 +213,7 @@ class Service:
         try:
             event = json.loads(line[6:])
         except ValueError:
-            raise self._foreign("an event of a stream is no JSON") from None
+            raise self._client.foreign("an event of a stream is no JSON") from None
         if error := event.get("error"):
             raise ServiceError(f"{self.url}: an answer broke off: {error.get('message', error)}")
         if event.get("choices"):
@@ -233,52 +221,3 @@ class Service:
             count = (event.get("usage") or {}).get("completion_tokens", seen + 1)
             if count > seen:
                 stream.tokens.append((now, count))
-
-    async def _cards(self) -> list[JSON]:
-        cards: Any = (await self._ask("/v1/models")).get("data")
-        if not isinstance(cards, list) or not all(
-            isinstance(card, dict) and card.get("owned_by") == "saturate" and "id" in card for card in cards
-        ):
-            raise ServiceError(f"{self.url}: a server answers, but it isn't saturate")
-        return cards
-
-    async def _ask(self, path: str, body: JSON | None = None) -> JSON:
-        """Return the answer to a GET, or to a POST with a body."""
-        method = "GET" if body is None else "POST"
-        try:
-            response = await self._http.request(
-                method, path, json=body, headers={"accept": "application/json"}
-            )
-        except httpx.HTTPError as error:
-            raise self._unreachable(error) from None
-        if response.status_code == 404:
-            raise self._foreign(f"it has no {path}")
-        if response.status_code != 200:
-            raise self._refusal(response)
-        try:
-            answer = response.json()
-        except ValueError:
-            answer = None
-        if not isinstance(answer, dict):
-            raise self._foreign(f"{path} is no JSON")
-        return answer
-
-    def _foreign(self, reason: str) -> ServiceError:
-        return ServiceError(f"{self.url}: a server answers, but it isn't saturate: {reason}")
-
-    def _unreachable(self, error: httpx.HTTPError) -> ServiceError:
-        reason = str(error) or type(error).__name__
-        return ServiceError(f"{self.url}: the service doesn't answer: {reason}; is it running there?")
-
-    def _refusal(self, response: httpx.Response) -> ServiceError:
-        """Return the error of an answer that isn't a success."""
-        try:
-            message = response.json()["error"]["message"]
-        except (ValueError, KeyError, TypeError):
-            message = response.text[:200]
-        status = response.status_code
-        hint = {
-            401: "; name the variable with the API key (--api-key-env)",
-            429: "; the service has other work, or the key a limit: measure an idle service",
-        }.get(status, "")
-        return ServiceError(f"{self.url}: {status}: {message}{hint}")

@@ -5,6 +5,8 @@ import asyncio
 import httpx
 import pytest
 
+from batcher import BatchStats, ContinuousStats
+from serve_app.stats import ServiceHealth, ServiceStats
 from tests.e2e.service import Service
 from tests.e2e.waiting import batcher, wait_until_idle
 from tests.progress import ANSWER_S
@@ -13,6 +15,9 @@ PROMPTS = ["once upon"] * 40
 TOKENS = 1900
 LONG = {"model": "demo", "prompt": PROMPTS, "max_tokens": TOKENS, "ignore_eos": True}
 """Keeps the engine busy for some ten seconds."""
+
+KINDS = (("demo", ContinuousStats), ("minilm", BatchStats))
+"""The batchers of the models."""
 
 
 def test_health(http: httpx.Client) -> None:
@@ -41,6 +46,16 @@ def test_stats_count_what_was_served(http: httpx.Client) -> None:
     assert after["total_submitted"] - before["total_submitted"] == 7
     assert after["total_completed"] - before["total_completed"] == 7
     assert after["capacity"] >= 60_000
+
+
+def test_the_schema_has_all_that_statistics_and_health_say(http: httpx.Client) -> None:
+    for path, schema in (("/stats", ServiceStats), ("/health", ServiceHealth)):
+        body = http.get(path).json()
+        assert schema.model_validate(body).body() == body
+    stats = ServiceStats.model_validate(http.get("/stats").json())
+    assert stats.batches
+    assert stats.quotas
+    assert [isinstance(stats.models[name].replicas[0].batcher, kind) for name, kind in KINDS] == [True, True]
 
 
 @pytest.mark.parametrize("stream", [True, False])

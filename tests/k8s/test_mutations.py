@@ -121,7 +121,7 @@ def test_a_misspelt_key_is_found_at_any_depth(full: list[Document], jobs: dict[s
             tried += 1
         if config is not None:
             document["spec"]["serveConfigV2"] = config
-    assert tried > 300
+    assert tried > 400
 
 
 def test_a_misspelt_key_of_the_serve_config_is_found(full: list[Document]) -> None:

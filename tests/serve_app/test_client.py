@@ -1,6 +1,181 @@
+"""The client of a service: base URLs, typed answers, retries, and a message for each way to fail."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
 import pytest
 
-from serve_app.client import base_url
+from serve_app.client import AsyncClient, Backoff, Client, Retries, ServiceError, base_url
+from tests.ports import free_port
+from tests.serve_app.cli.fake_service import FakeService
+
+
+@pytest.fixture
+def service() -> Iterator[FakeService]:
+    service = FakeService(lambda path, headers: (200, {"models": {}}))
+    yield service
+    service.stop()
+
+
+def reason(client: Client) -> str:
+    with client, pytest.raises(ServiceError) as caught:
+        client.stats()
+    return caught.value.message
+
+
+def test_statistics_and_health_are_typed(service: FakeService) -> None:
+    asked: list[tuple[str, dict[str, str]]] = []
+
+    def answer(path: str, headers: dict[str, str]) -> tuple[int, Any]:
+        asked.append((path, headers))
+        if path == "/stats":
+            return 200, {"models": {"m": {"replicas": [{"replica": "a", "max_model_len": 9}]}}}
+        return 503, {"status": "starting", "models": {"m": {"state": "starting"}}}
+
+    service.answer = answer
+    with Client(f"{service.url}/v1/", "secret") as client:
+        stats, health = client.stats(), client.health()
+    assert client.url == service.url
+    assert stats.models["m"].replicas[0].max_model_len == 9
+    assert (health.status, health.model("m").state, health.model("n").state) == ("starting", "starting", None)
+    assert [path for path, _ in asked] == ["/stats", "/health"]
+    assert all(headers["authorization"] == "Bearer secret" for _, headers in asked)
+    assert asked[0][1]["accept"] == "application/json"
+
+
+def test_a_service_behind_a_prefix_is_asked_there(service: FakeService) -> None:
+    service.answer = lambda path, headers: (200, {"models": {}}) if path == "/llm/stats" else (404, "")
+    with Client(f"{service.url}/llm") as client:
+        assert client.stats().models == {}
+
+
+def test_no_service() -> None:
+    message = reason(Client(f"http://127.0.0.1:{free_port()}"))
+    assert "no service is there" in message
+    assert "`saturate serve` starts one" in message
+
+
+@pytest.mark.parametrize("url", ["ftp://host", ""])
+def test_a_url_of_another_kind(url: str) -> None:
+    with pytest.raises(ServiceError, match="must begin with http:// or https://"):
+        Client(url)
+
+
+def test_a_url_that_is_none() -> None:
+    with pytest.raises(ServiceError, match=r"http://\[::1: is no URL"):
+        Client("http://[::1")
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (404, "Not Found"),
+        (302, ""),
+        (200, "<html>hello</html>"),
+        (200, [1, 2]),
+        (200, {"object": "list"}),
+        (200, {"models": ["demo"]}),
+        (200, {"models": {"demo": {"replicas": None}}}),
+    ],
+)
+def test_something_else_that_answers_is_told_from_a_service(
+    service: FakeService, status: int, body: Any
+) -> None:
+    service.answer = lambda path, headers: (status, body)
+    message = reason(Client(service.url))
+    assert "not as saturate does" in message
+    assert "check the port" in message
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_refused_key_names_the_option(service: FakeService, status: int) -> None:
+    service.answer = lambda path, headers: (status, {"error": {"message": "This API key is disabled."}})
+    message = reason(Client(service.url, "wrong"))
+    assert f"answers {status} (This API key is disabled.)" in message
+    assert "--api-key-env NAME" in message
+    assert "wrong" not in message
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "text"),
+    [
+        (429, {"error": {"message": "too many requests"}}, "429 (too many requests)"),
+        (503, "", "503 (Service Unavailable)"),
+        (500, {"error": None}, "500 (Internal Server Error)"),
+    ],
+)
+def test_a_failure_of_the_service_is_told(service: FakeService, status: int, body: Any, text: str) -> None:
+    service.answer = lambda path, headers: (status, body)
+    assert text in reason(Client(service.url))
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (httpx.ReadTimeout("slow"), "no answer within 10 s"),
+        (httpx.RemoteProtocolError(""), "RemoteProtocolError"),
+    ],
+)
+def test_a_connection_that_breaks_is_told(error: Exception, text: str) -> None:
+    def fail(request: httpx.Request) -> httpx.Response:
+        raise error
+
+    assert text in reason(Client("http://service", transport=httpx.MockTransport(fail)))
+
+
+def flaky(*statuses: int) -> tuple[httpx.MockTransport, list[str]]:
+    """Return a service that answers these statuses, one after the other; 0 breaks the connection."""
+    rest, asked = list(statuses), []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.path)
+        if not (status := rest.pop(0)):
+            raise httpx.ReadError("")
+        headers = {"retry-after": "7"} if status == 429 else {}
+        return httpx.Response(status, json={"error": {"message": "away"}}, headers=headers)
+
+    return httpx.MockTransport(answer), asked
+
+
+def test_a_call_is_made_again_until_it_succeeds_and_waits_as_long_as_the_service_says() -> None:
+    transport, asked = flaky(503, 0, 429, 200)
+    waited: list[float] = []
+    told: list[str] = []
+    retries = Retries(5, Backoff(0.1, 1.0), lambda error: told.append(error.message))
+    with Client("http://there", transport=transport, sleep=waited.append) as client:
+        assert client.ask("GET", "/x", retries).status_code == 200
+    assert len(asked) == 4
+    assert len(waited) == len(told) == 3
+    assert waited[0] <= 0.1
+    assert waited[2] >= 7
+
+
+@pytest.mark.parametrize(
+    ("statuses", "most", "calls"), [((400,), 5, 1), ((503, 503, 503), 2, 3), ((0, 0), 1, 2)]
+)
+def test_a_call_that_can_not_succeed_fails(statuses: tuple[int, ...], most: int, calls: int) -> None:
+    transport, asked = flaky(*statuses)
+    with (
+        Client("http://there", transport=transport, sleep=lambda seconds: None) as client,
+        pytest.raises(ServiceError) as caught,
+    ):
+        client.ask("GET", "/x", Retries(most))
+    assert len(asked) == calls
+    assert caught.value.status == (statuses[0] or None)
+
+
+async def test_the_asynchronous_client_is_the_same() -> None:
+    transport, asked = flaky(503, 503, 200)
+    waited: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waited.append(seconds)
+
+    async with AsyncClient("http://there/v1", "k", transport=transport, sleep=sleep) as client:
+        response = await client.ask("GET", "/x", Retries(2))
+    assert response.status_code == 200
+    assert (len(asked), len(waited)) == (3, 2)
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,11 @@ ORDER = [
     {"relay"},
     {"settings"},
     {"simulation"},
-    {"api", "batcher", "client", "demo", "system"},
+    {"client"},
+    {"stats"},
+    {"api", "batcher", "demo", "system"},
 ]
-"""The folders of `serve_app` from top to bottom, with `app.py`, `client.py` and the package `batcher`.
+"""The folders of `serve_app` from top to bottom, with `app.py`, `client.py`, `stats.py` and `batcher`.
 
 A module imports its own folder and those of lower levels, never another folder of its own level.
 """

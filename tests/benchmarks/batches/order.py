@@ -35,6 +35,7 @@ from serve_app.jobs.rows import Answer, Result
 from serve_app.jobs.storage import add_file
 from serve_app.jobs.store import Store
 from serve_app.settings.ingress import IngressSettings
+from serve_app.stats import ReplicaStats
 from tests.benchmarks import report
 from tests.benchmarks.beside.virtual import HOST_S, SUBMIT_S
 from tests.benchmarks.measuring import Row, Table, progress
@@ -164,7 +165,7 @@ class VirtualEngines:
         """Return nothing: the limit on rows is fixed."""
         return None
 
-    async def replicas(self) -> list[JSON] | None:
+    async def replicas(self) -> list[ReplicaStats] | None:
         """Return nothing: the limit on rows is fixed."""
         return None
 

@@ -7,9 +7,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from serve_app.client import ServiceError
 from serve_app.simulation.profiles import PROFILES, Profile
 from serve_app.system.processes import adopt_orphans
-from serve_app.tuning.service import ServiceError
 from serve_app.tuning.workload import LengthError
 from tests.benchmarks import report
 from tests.benchmarks.measuring import Table, go_first, progress

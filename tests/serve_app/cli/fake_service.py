@@ -4,10 +4,13 @@ import json
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from batcher import ContinuousStats
+from serve_app.cli.figures import Poll
+from serve_app.stats import ServiceHealth, ServiceStats
 
 Answer = Callable[[str, dict[str, str]], tuple[int, Any]]
 """Returns the status and the body of an answer, of a path and its headers; a text is sent as it is."""
@@ -76,3 +79,19 @@ def llm(replica: str, *, out: int = 0, tenants: dict[str, int] | None = None, **
     # JSON, as it comes over HTTP: its keys are texts.
     batcher = json.loads(json.dumps(asdict(ContinuousStats(**given))))
     return {"replica": replica, "max_model_len": 2048, "usage": usage, "adapters": [], "batcher": batcher}
+
+
+NOON = datetime(2026, 11, 1, 12, tzinfo=UTC)
+
+
+def polled(at: float, models: Any, health: Any = None, **more: Any) -> Poll:
+    """Return the statistics of a service at a time, from what it would send.
+
+    Args:
+        at: The time in seconds.
+        models: `models` of `/stats`.
+        health: `models` of `/health`.
+        more: Other parts of `/stats`.
+    """
+    stats = ServiceStats.model_validate({"models": models, **more})
+    return Poll(at, NOON, stats, ServiceHealth.model_validate({"models": health} if health else {}))

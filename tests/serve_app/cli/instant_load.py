@@ -8,10 +8,11 @@ from typing import Any, Self
 from serve_app.cli.progress import Progress
 from serve_app.cli.tune_config import RunningConfig
 from serve_app.cli.tune_run import Question, TuneRun
+from serve_app.client import ServiceError
 from serve_app.tuning.goals import parse_goals
 from serve_app.tuning.load_step import Load, Step
 from serve_app.tuning.requests import Requests
-from serve_app.tuning.service import Facts, Service, ServiceError
+from serve_app.tuning.service import Facts, Service
 from serve_app.tuning.workload import Lengths
 from tests.serve_app.tuning.doubles import VirtualEngine, profile
 from tests.serve_app.tuning.load_results import step

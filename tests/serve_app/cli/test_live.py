@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from rich.console import Console
 
-from serve_app.cli.live import watch
-from serve_app.cli.stats_client import StatsClient, StatsError
+from serve_app.cli.top import watch
+from serve_app.client import Client, ServiceError
 from tests.serve_app.cli.fake_service import FakeService, llm
 
 OFF = "\x1b[?1049l"
@@ -42,7 +42,7 @@ class Terminal:
 
     def watch(self, service: FakeService, interval_s: float = 2.0) -> str:
         """Watch to the end; return what was written then."""
-        with StatsClient(service.url, clock=lambda: self.now) as client:
+        with Client(service.url) as client:
             watch(client, interval_s, self.console, self.sleep, lambda: self.now)
         return self._file.getvalue()
 
@@ -110,7 +110,7 @@ def test_a_service_that_refuses_later_is_told(service: FakeService, status: int)
 
 def test_a_first_look_that_fails_is_an_error(service: FakeService) -> None:
     service.stop()
-    with pytest.raises(StatsError):
+    with pytest.raises(ServiceError):
         Terminal().watch(service)
     service.start()
 

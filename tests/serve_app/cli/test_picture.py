@@ -2,7 +2,6 @@
 
 import io
 from dataclasses import asdict
-from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from batcher import BatchStats
-from serve_app.cli.figures import View
+from serve_app.cli.figures import View, view
 from serve_app.cli.picture import (
     MOST_ADAPTERS,
     MOST_REPLICAS,
@@ -21,19 +20,13 @@ from serve_app.cli.picture import (
     seconds,
     share,
 )
-from serve_app.cli.reading import view
-from serve_app.cli.stats_client import Poll
-from tests.serve_app.cli.fake_service import llm
-
-NOON = datetime(2026, 11, 1, 12, tzinfo=UTC)
+from tests.serve_app.cli.fake_service import llm, polled
 
 
 def look(models: dict[str, Any], before: dict[str, Any] | None = None, **more: Any) -> View:
-    health = {"models": more.pop("health", {})}
-    now = Poll(2.0, NOON, {"models": models, **more}, health)
-    return view(
-        "http://service", now, Poll(0.0, NOON, {"models": before}, {}) if before is not None else None
-    )
+    health = more.pop("health", {})
+    earlier = polled(0.0, before) if before is not None else None
+    return view("http://service", polled(2.0, models, health, **more), earlier)
 
 
 def drawn(view: View, width: int = 200, note: str = "") -> str:

@@ -87,4 +87,4 @@ def test_an_error_is_one_line(engine: VirtualEngine, capsys: pytest.CaptureFixtu
 def test_no_service_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     # Port 9 has no server.
     assert ask("http://127.0.0.1:9") == 1
-    assert "the service doesn't answer" in capsys.readouterr().err
+    assert "no service is there" in capsys.readouterr().err

@@ -119,7 +119,7 @@ def test_a_mistake_is_told(arguments: list[str], message: str) -> None:
 
 
 def test_the_help_has_no_need_of_ray() -> None:
-    modules = "serve_app.cli.top, serve_app.cli.live, serve_app.cli.doctor"
+    modules = "serve_app.cli.top, serve_app.cli.doctor"
     script = f"import sys, {modules}; print('ray' in sys.modules)"
     done = run([sys.executable, "-c", script], check=True)
     assert done.stdout == "False\n"

@@ -179,11 +179,11 @@ def test_a_service_that_is_not_saturate_is_told() -> None:
     # Port 9 has no server.
     result = ask("http://127.0.0.1:9", *GOAL)
     assert code(result) == 1
-    assert "the service doesn't answer" in message(result)
+    assert "no service is there" in message(result)
     with served() as server:
         result = ask(f"{server.url}/elsewhere", *GOAL)
     assert code(result) == 1
-    assert "it isn't saturate: it has no /v1/models" in message(result)
+    assert "/v1/models: 404 Not Found" in message(result)
 
 
 class FakeDashboard:

@@ -13,10 +13,11 @@ from serve_app.cli import tune_run
 from serve_app.cli.dashboard import Dashboard
 from serve_app.cli.tune_config import RunningConfig
 from serve_app.cli.tune_run import STEPS_DOWN
+from serve_app.client import ServiceError
 from serve_app.relay.usage import Tokens
 from serve_app.tuning.choice import MARGIN
 from serve_app.tuning.load_step import Load, Step
-from serve_app.tuning.service import Facts, ServiceError
+from serve_app.tuning.service import Facts
 from serve_app.tuning.tuner import LoneMissError
 from tests.progress import STILL_S
 from tests.serve_app.cli.instant_load import QUESTION, Bench

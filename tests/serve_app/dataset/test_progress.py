@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from batcher import ContinuousStats
 from serve_app.api.protocol import JSON
 from serve_app.dataset.command import RunMetrics
 from serve_app.dataset.errors import OutputError
@@ -14,6 +15,7 @@ from serve_app.dataset.progress import Lines, Shown, Silent, eta, open_progress,
 from serve_app.dataset.report import report, table, write_report
 from serve_app.dataset.stats import RunStats
 from serve_app.jobs.rows import Result, Tokens
+from serve_app.stats import ReplicaStats
 from serve_app.telemetry import catalogue
 from serve_app.telemetry.meters import Meters
 from tests.serve_app.telemetry.instruments import Instruments
@@ -34,13 +36,17 @@ def stats(monkeypatch: pytest.MonkeyPatch) -> RunStats:
     return stats
 
 
+def replica(busy_s: float, idle_s: float) -> ReplicaStats:
+    return ReplicaStats(replica="a", batcher=ContinuousStats(busy_time_s=busy_s, idle_time_s=idle_s))
+
+
 def test_figures(stats: RunStats) -> None:
     figures = "5.0 rows/s, 100 tok/s, 3 in flight"
     assert run_shown(stats, 10, 100) == Shown(60, 100, f"60/~100 rows, {figures}, ETA 0:08")
     stats.retries = 2
     stats.failed["invalid_row"] = 1
-    stats.utilization.update([{"replica": "a", "batcher": {"busy_time_s": 0.0, "idle_time_s": 0.0}}])
-    stats.utilization.update([{"replica": "a", "batcher": {"busy_time_s": 3.0, "idle_time_s": 1.0}}])
+    stats.utilization.update([replica(0.0, 0.0)])
+    stats.utilization.update([replica(3.0, 1.0)])
     text = f"50 rows, {figures}, batcher 75% busy, 2 retries, 1 failed, ETA ?"
     assert run_shown(stats, 0, None, "note") == Shown(50, None, text, "note")
 

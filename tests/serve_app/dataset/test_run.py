@@ -12,11 +12,12 @@ from pydantic_core import from_json
 from starlette.responses import PlainTextResponse, Response
 
 from serve_app.api.protocol import JSON
+from serve_app.client import Backoff
 from serve_app.dataset import HTTPClient, Prompter, run
 from serve_app.dataset.formats import numbered
 from serve_app.dataset.run import Drive
 from serve_app.jobs.errors import RunError
-from serve_app.jobs.pacing import Auto, Backoff
+from serve_app.jobs.pacing import Auto
 from serve_app.jobs.rows import Result
 from tests.progress import STILL_S
 from tests.serve_app.dataset.fake import FakeService, failure, no_route, texts

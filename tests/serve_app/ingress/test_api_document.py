@@ -121,7 +121,7 @@ def operations(document: JSON) -> set[tuple[str, str]]:
 def full(folder: Path, health: dict[str, ModelHealth]) -> Site:
     """Return a service with everything on, and one administrator, whose key the client sends."""
     (folder / "keys.yaml").write_text(
-        yaml.safe_dump([{"name": "root", "sha256": hash_key(KEY.encode()), "tenant": "t", "admin": True}])
+        yaml.safe_dump([{"name": "chief", "sha256": hash_key(KEY.encode()), "tenant": "t", "admin": True}])
     )
     site = Site(
         {"demo": Telling(description())},
@@ -297,7 +297,7 @@ async def test_the_description_of_a_service_needs_no_key(
     for path in document["paths"]:
         response = await site.http.get(path)
         assert response.status_code == (200 if path in open else 401), path
-    assert '"root"' not in (await site.http.get("/openapi.json")).text
+    assert '"chief"' not in (await site.http.get("/openapi.json")).text
 
 
 async def test_the_page_shows_the_document_and_loads_nothing(

@@ -10,6 +10,7 @@ from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
 from serve_app.ingress.models import ServedModels
 from serve_app.settings.schema import parse
+from serve_app.stats import ReplicaStats
 from tests.batcher.virtual import Clock, until
 
 LLM: dict[str, Any] = {"id": "llm", "source": "x"}
@@ -38,11 +39,12 @@ class Replicas:
         self.answers = asyncio.Event()
         self.answers.set()
 
-    async def __call__(self, name: str) -> Sequence[JSON]:
+    async def __call__(self, name: str) -> Sequence[ReplicaStats]:
         self.asked.append(name)
         await self.answers.wait()
         length = {"max_model_len": self.lengths[name]} if name in self.lengths else {}
-        return [length | {"adapters": adapters} for adapters in self.adapters] or [length][: len(length)]
+        found = [length | {"adapters": adapters} for adapters in self.adapters] or [length][: len(length)]
+        return [ReplicaStats.model_validate(entry) for entry in found]
 
 
 def routing(

@@ -10,6 +10,7 @@ from serve_app.api.protocol import JSON
 from serve_app.auth.key_store import Caller
 from serve_app.auth.keys import Key
 from serve_app.ingress.status import broadcast, own_part, replica_stats
+from serve_app.stats import ReplicaStats
 
 TURNS = 20
 """More turns of the loop than a call needs once its replica has answered."""
@@ -79,7 +80,7 @@ async def test_the_statistics_are_those_of_each_replica() -> None:
     asking = asyncio.create_task(replica_stats(handle, one))
     await turn(TURNS)
     handle.answers[0].set_result({"replica": "a"})
-    assert await asking == [{"replica": "a"}]
+    assert await asking == [ReplicaStats(replica="a")]
     assert handle.calls == [("stats", ())]
 
 

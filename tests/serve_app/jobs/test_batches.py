@@ -15,13 +15,14 @@ from pydantic_core import from_json
 
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
+from serve_app.client import Backoff
 from serve_app.jobs import failpoints, pacing
 from serve_app.jobs.batches import BatchRunner
 from serve_app.jobs.content import Content
 from serve_app.jobs.errors import NotFoundError
 from serve_app.jobs.key_rules import KeyRules
 from serve_app.jobs.models import ENDED, Batch
-from serve_app.jobs.pacing import Auto, Backoff, EngineLoad, Fixed
+from serve_app.jobs.pacing import Auto, EngineLoad, Fixed
 from serve_app.jobs.rows import Answer
 from serve_app.jobs.store import Store
 from tests.progress import STILL_S

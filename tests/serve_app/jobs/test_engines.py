@@ -18,6 +18,7 @@ from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import TIER_PRIORITY, Scheduling
 from serve_app.auth.key_store import KeyStore
 from serve_app.auth.keys import hash_key
+from serve_app.client import RETRYABLE
 from serve_app.engine.accounts import BY_QUOTA
 from serve_app.ingress import relay
 from serve_app.ingress.body import LARGE_BYTES
@@ -25,7 +26,7 @@ from serve_app.ingress.relay import PoisonError
 from serve_app.ingress.status import Health, ModelHealth
 from serve_app.jobs import engines
 from serve_app.jobs.engines import EngineClient
-from serve_app.jobs.pacing import RETRYABLE, EngineLoad
+from serve_app.jobs.pacing import EngineLoad
 from serve_app.jobs.rows import Answer, QuotaError
 from serve_app.ledger.callers import LostCalls
 from serve_app.ledger.report import LedgerFiles

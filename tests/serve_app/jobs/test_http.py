@@ -80,21 +80,31 @@ async def test_a_broken_connection_can_be_retried() -> None:
     assert (answer.status, answer.message) == (503, "http://fake: RemoteProtocolError")
 
 
+BOTH = {
+    "models": {
+        "a": {"replicas": [{"replica": "first"}]},
+        "b": {"replicas": [{"replica": "second", "adapters": [{"id": "b:adapter"}]}]},
+    }
+}
+
+
 @pytest.mark.parametrize(
-    ("stats", "model", "replicas"),
+    ("stats", "model", "replica"),
     [
-        ({"models": {"a": {"replicas": [1]}, "b": {"replicas": [2]}}}, None, [1]),
-        ({"models": {"a": {"replicas": [1]}, "b": {"replicas": [2]}}}, "b", [2]),
+        (BOTH, None, "first"),
+        (BOTH, "b", "second"),
+        (BOTH, "b:adapter", "second"),
         ({"models": {"a": {"replicas": [], "error": "no answer"}}}, "a", None),
-        ({"models": {"a": {"replicas": [1]}}}, "other", None),
+        (BOTH, "other", None),
         ([], "a", None),
     ],
 )
 async def test_statistics_are_those_of_the_model_or_none(
-    stats: JSON, model: str | None, replicas: list[Any] | None
+    stats: JSON, model: str | None, replica: str | None
 ) -> None:
     options = {} if model is None else {"model": model}
-    assert await http_client(lambda _: httpx.Response(200, json=stats), **options).replicas() == replicas
+    found = await http_client(lambda _: httpx.Response(200, json=stats), **options).replicas()
+    assert (found[0].replica if found else None) == replica
 
 
 def test_an_address_without_a_scheme_is_one_of_http() -> None:

@@ -16,13 +16,14 @@ import pytest
 from pydantic_core import from_json
 
 from serve_app.api.protocol import JSON
+from serve_app.client import Backoff
 from serve_app.jobs.batches import BatchRunner
 from serve_app.jobs.content import Content
 from serve_app.jobs.db import Database
 from serve_app.jobs.errors import DatabaseError, HeldError, StateError
 from serve_app.jobs.key_rules import KeyRules
 from serve_app.jobs.models import ENDED, Batch
-from serve_app.jobs.pacing import Backoff, Fixed
+from serve_app.jobs.pacing import Fixed
 from serve_app.jobs.storage import adopt_results, delete_noted
 from serve_app.jobs.store import Store
 from tests.progress import STILL_S

@@ -1,6 +1,5 @@
 """Limits, waits and rates."""
 
-import dataclasses
 from collections import Counter, deque
 from itertools import count
 from statistics import mean
@@ -13,19 +12,20 @@ from hypothesis import strategies as st
 from batcher import BatchStats
 from batcher.stats import ContinuousStats
 from serve_app.api.protocol import JSON
+from serve_app.client import Backoff
 from serve_app.jobs.pacing import (
     CAREFUL_S,
     GROWING_S,
     STEADY_S,
     WINDOW_S,
     Auto,
-    Backoff,
     EngineLoad,
     Fixed,
     Meter,
     Rate,
     engine_load,
 )
+from serve_app.stats import ReplicaStats
 
 
 @given(st.integers(1, 2000), st.none() | st.floats(0, 600))
@@ -254,9 +254,9 @@ def test_auto_fills_an_idle_fleet_in_two_seconds_and_no_queue(
     assert fleet.most_waiting <= max(2 * places, 4 * records)
 
 
-def replica(**stats: Any) -> JSON:
+def replica(**stats: Any) -> ReplicaStats:
     values = {"capacity": 1_000_000, "max_running": 64} | stats
-    return {"replica": "a", "batcher": dataclasses.asdict(ContinuousStats(**values))}
+    return ReplicaStats(replica="a", batcher=ContinuousStats(**values))
 
 
 @pytest.mark.parametrize(
@@ -275,18 +275,21 @@ def replica(**stats: Any) -> JSON:
     ],
 )
 def test_free_places_are_bounded_by_records_and_tokens(stats: JSON, free: int) -> None:
-    assert engine_load([replica(**stats)]).free == free
+    load = engine_load([replica(**stats)])
+    assert load
+    assert load.free == free
 
 
 def test_replicas_are_added_up() -> None:
     full = replica(running=64, running_cost=64, queue_depth=100)
     assert engine_load([full, replica(), replica(queue_depth=3)]) == EngineLoad(64, 103, 64 + 61)
-    assert engine_load([]) == EngineLoad(0, 0, 0)
+    assert engine_load([]) is None
+    assert engine_load([ReplicaStats(replica="b")]) is None
 
 
 def test_the_places_of_a_function_are_not_known() -> None:
-    batcher = {"replica": "b", "batcher": dataclasses.asdict(BatchStats(running=2, queue_depth=3))}
-    assert engine_load([batcher, replica()]) == EngineLoad(2, 3, None)
+    function = ReplicaStats(replica="b", batcher=BatchStats(running=2, queue_depth=3))
+    assert engine_load([function, replica()]) == EngineLoad(2, 3, None)
 
 
 def test_the_rate_is_that_of_the_last_minute_with_rows() -> None:

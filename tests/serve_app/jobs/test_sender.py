@@ -14,10 +14,11 @@ from pydantic_core import from_json
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
+from serve_app.client import Backoff
 from serve_app.ingress.body import LARGE_BYTES
 from serve_app.jobs import rows
 from serve_app.jobs.batches import OpenBatch
-from serve_app.jobs.pacing import Auto, Backoff, Fixed
+from serve_app.jobs.pacing import Auto, Fixed
 from serve_app.jobs.rows import Answer, QuotaError, Row
 from serve_app.jobs.sender import Sender
 from tests.progress import STILL_S

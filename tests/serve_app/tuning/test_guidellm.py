@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
+from serve_app.client import ServiceError
 from serve_app.relay.usage import Tokens
 from serve_app.tuning.goals import parse_goals
 from serve_app.tuning.guidellm import GuideLLM, check_guidellm, read_report
 from serve_app.tuning.load_step import Load
 from serve_app.tuning.requests import Requests
-from serve_app.tuning.service import Service, ServiceError
+from serve_app.tuning.service import Service
 from serve_app.tuning.workload import Lengths
 from tests.serve_app.tuning.streaming_server import StreamingServer, streaming_server
 

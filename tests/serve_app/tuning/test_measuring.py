@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
+from serve_app.client import ServiceError
 from serve_app.tuning.measuring import Measurement, step_of
 from serve_app.tuning.observations import PARAMETERS, fit
-from serve_app.tuning.service import Service, ServiceError, Stream
+from serve_app.tuning.service import Service, Stream
 from tests.serve_app.tuning.doubles import VirtualEngine, profile
 
 

@@ -1,0 +1,246 @@
+"""The schema of `/stats` and `/health`: what the service writes, and what `top`, `tune`, `doctor` and runs
+read.
+
+A value of another form, as a service of another version may send it, is read as None: the rest is of use.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
+
+from batcher import BatchStats, ContinuousStats
+from serve_app.api.protocol import JSON
+
+ValueT = TypeVar("ValueT")
+
+
+def _or_none(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    try:
+        return validate(value)
+    except ValidationError:
+        return None
+
+
+Maybe = Annotated[ValueT | None, WrapValidator(_or_none)]
+"""A value, or None where it has another form."""
+
+
+class Part(BaseModel):
+    """A part of the statistics."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+    def body(self) -> JSON:
+        """Return the part as JSON, without the fields that were not set."""
+        return self.model_dump(mode="json", exclude_unset=True)
+
+
+class Use(Part):
+    """Calls and tokens of a tenant in a replica, since the start of the replica."""
+
+    calls: int = Field(default=0, description="Calls that have ended.")
+    prompt: int = Field(default=0, description="Tokens of prompts.")
+    cached: int = Field(default=0, description="Tokens of prompts that were in the prefix cache.")
+    output: int = Field(default=0, description="Tokens of answers.")
+    cost: int = Field(default=0, description="Cost of the records of a function.")
+
+
+class EngineTokens(Part):
+    """Tokens as the engine counts them, step by step, since its start."""
+
+    prompt: int = Field(default=0, description="Tokens of prompts.")
+    output: int = Field(default=0, description="Tokens of answers.")
+
+
+class Usage(Part):
+    """What a replica was used for since its start."""
+
+    tenants: Maybe[dict[str, Maybe[Use]]] = Field(default=None, description="By tenant.")
+    own: Maybe[Use] = Field(
+        default=None, description="Work that no client has asked for, such as the warm-up."
+    )
+    engine: Maybe[EngineTokens] = Field(
+        default=None, description="The tokens of the engine, for a comparison."
+    )
+
+
+class Turn(Part):
+    """The turn of a replica whose model shares its device with others."""
+
+    group: str = Field(default="", description="`share` of the models.")
+    state: str = Field(
+        default="", description="`starting`, `loading`, `awake`, `draining`, `asleep`, `waking` or `failed`."
+    )
+    turns: int = Field(default=0, description="Turns that have begun.")
+    sleep_s: float = Field(default=0.0, description="Seconds that falling asleep took the last time.")
+    wake_s: float = Field(default=0.0, description="Seconds that waking up took the last time.")
+    cause: str = Field(default="", description="Why the model can't be used, if it can't.")
+
+
+class AdapterState(Part):
+    """A LoRA adapter in a replica."""
+
+    id: str = Field(description="The name that clients put in `model`.")
+    root: str = Field(default="", description="Its source.")
+    pinned: bool = Field(default=False, description="Whether it keeps its place on the device.")
+    declared: bool = Field(default=False, description="Whether the config names it.")
+    resident: bool = Field(default=False, description="Whether it is on the device now.")
+
+
+class GoalsInForce(Part):
+    """The latency goals that hold now."""
+
+    ttft_p99_s: Maybe[float] = Field(default=None, description="Seconds to the first token.")
+    tpot_p99_s: Maybe[float] = Field(default=None, description="Seconds per token after it.")
+
+
+def _kind(stats: Any) -> str:
+    window = isinstance(stats, ContinuousStats) or (isinstance(stats, Mapping) and "capacity" in stats)
+    return "continuous" if window else "batch"
+
+
+BatcherStats = Annotated[
+    Annotated[ContinuousStats, Tag("continuous")] | Annotated[BatchStats, Tag("batch")], Discriminator(_kind)
+]
+"""The statistics of a replica's batcher; the README of `batcher` has their fields."""
+
+
+class ReplicaStats(Part):
+    """One replica of a model."""
+
+    replica: Maybe[str] = Field(default=None, description="Its id in Ray Serve.")
+    max_model_len: Maybe[int] = Field(default=None, description="Context of the model, in tokens.")
+    goals: Maybe[GoalsInForce] = Field(default=None, description="Latency goals; null: none.")
+    usage: Maybe[Usage] = Field(default=None, description="Its use since its start.")
+    adapters: Maybe[list[Maybe[AdapterState]]] = Field(default=None, description="LoRA adapters.")
+    turn: Maybe[Turn] = Field(default=None, description="For a model that shares its device.")
+    batcher: Maybe[BatcherStats] = Field(
+        default=None, description="The queue and the running requests; see the README of `batcher`."
+    )
+
+    @property
+    def window(self) -> ContinuousStats | None:
+        """The batcher of a language model; None: a function has another one, or the statistics lack it."""
+        return self.batcher if isinstance(self.batcher, ContinuousStats) else None
+
+
+class ModelStats(Part):
+    """All replicas of a model."""
+
+    replicas: list[ReplicaStats] = Field(description="Those that answered.")
+    error: Maybe[str] = Field(default=None, description="Why there are none, where they could not be asked.")
+
+
+class RowCounts(Part):
+    """Rows of the open batches."""
+
+    waiting: int = Field(default=0, description="Rows that wait.")
+    in_flight: int = Field(default=0, description="Rows that were sent and are not answered yet.")
+    completed: int = Field(default=0, description="Rows with a result since the start of the replica.")
+    failed: int = Field(default=0, description="Rows without one.")
+
+
+class BatchesStats(Part):
+    """Files and batches."""
+
+    batches: dict[str, int] = Field(default_factory=dict, description="Open batches by state.")
+    rows: RowCounts = Field(default_factory=RowCounts, description="Rows of the open batches.")
+    rows_in_flight_limit: int = Field(default=0, description="Rows that may be in flight now.")
+    rows_per_s: float = Field(default=0.0, description="Rows per second.")
+    eta_s: float | None = Field(default=None, description="Seconds that the open batches take at this rate.")
+    oldest_s: int = Field(default=0, description="Seconds since the oldest open batch was created.")
+    late: int = Field(default=0, description="Open batches that will miss their window.")
+    unsure: int = Field(default=0, description="Open batches that may miss it.")
+    files: int = Field(default=0, description="Files of all tenants.")
+    bytes: int = Field(default=0, description="Their bytes.")
+    error: str = Field(default="", description="Why there are no statistics, if there are none.")
+
+
+class LimitStats(Part):
+    """One limit of a quota, in the current window."""
+
+    limit: int | float = Field(description="What may be used.")
+    remaining: int | float = Field(description="What is left.")
+    reserved: int | float = Field(description="What running requests may still use.")
+    ends_in_s: float | None = Field(
+        default=None, description="Seconds to the end of the window; null: it has none."
+    )
+
+
+class QuotasStats(Part):
+    """The quotas of keys and tenants."""
+
+    holders: int = Field(default=0, description="Replicas that report what they use.")
+    limits: dict[str, dict[str, LimitStats]] = Field(
+        default_factory=dict, description="By `key:NAME` or `tenant:NAME`, and by name of the limit."
+    )
+    error: str = Field(default="", description="Why there are no statistics, if there are none.")
+
+
+class ServiceStats(Part):
+    """The answer to `GET /stats`."""
+
+    models: dict[str, ModelStats] = Field(description="By id of the model.")
+    batches: Maybe[BatchesStats] = Field(default=None, description="Files and batches, where they are on.")
+    quotas: Maybe[QuotasStats] = Field(default=None, description="Quotas, where they are on.")
+
+    def model_or_base(self, name: str | None) -> ModelStats | None:
+        """Return a model, or the model of an adapter.
+
+        Args:
+            name: Its id; None: the first model.
+        """
+        if name is None:
+            return next(iter(self.models.values()), None)
+        if name in self.models:
+            return self.models[name]
+        for model in self.models.values():
+            adapters = [one for replica in model.replicas for one in replica.adapters or ()]
+            if any(one is not None and one.id == name for one in adapters):
+                return model
+        return None
+
+
+class ModelHealth(Part):
+    """The health of a model."""
+
+    state: Maybe[str] = Field(default=None, description="`ready`, `asleep` (scaled to zero) or `starting`.")
+    replicas: Maybe[int] = Field(default=None, description="Replicas that can serve.")
+    simulated: Maybe[str] = Field(default=None, description="Profile of its simulated device.")
+    awaits: Maybe[str] = Field(default=None, description="What is missing, in Ray Serve's words.")
+
+
+class ServiceHealth(Part):
+    """The answer to `GET /health`."""
+
+    status: Maybe[str] = Field(
+        default=None,
+        description="`ok` if all models are ready, `partial` if some are, `starting`, or `unknown`.",
+    )
+    models: Maybe[dict[str, Maybe[ModelHealth]]] = Field(default=None, description="By id of the model.")
+    awaits: Maybe[str] = Field(default=None, description="Who doesn't answer, if the status is unknown.")
+
+    def model(self, id: str) -> ModelHealth:
+        """Return the health of a model; without anything if it isn't told."""
+        return (self.models or {}).get(id) or ModelHealth()
+
+
+def replica_body(replica: str, stats: ContinuousStats | BatchStats, **more: Any) -> JSON:
+    """Return a replica's entry in `/stats`.
+
+    Args:
+        replica: Its id.
+        stats: Its batcher's statistics.
+        more: Other fields of `ReplicaStats`.
+    """
+    return ReplicaStats(replica=replica, **more, batcher=stats).body()
