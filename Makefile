@@ -26,13 +26,14 @@ install: .venv/installed ## Install into .venv, for the CPU, with all that the t
 serve: install ## Serve CONFIG (configs/local.yaml) in the foreground; Ctrl-C stops it.
 	@$(BIN)/saturate serve $(CONFIG)
 
-reference: install ## Make the pages of the settings anew, after a change in their code.
+reference: install ## Make the generated pages anew, after a change of the code.
 	@$(BIN)/python -m tests.reference
 
-lint: install ## Check style and types.
+lint: install ## Check style, types and generated pages.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	@$(BIN)/python -m tests.reference --check
 
 format: install ## Put the code into its style.
 	$(BIN)/ruff check --fix .

@@ -1,59 +1,49 @@
-"""Make the generated pages of the settings: ``python -m tests.reference``.
+"""Make the generated pages: ``python -m tests.reference``; with ``--check`` only say which are stale.
 
-`configs/reference.md` has every setting with its type, default and description, and `configs/schema.json` is
-what `saturate schema` prints.
+Settings, the schema of configs, commands, metrics, statistics and the map of the source come from the code.
 """
 
+import ast
 import json
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import click
+
 from serve_app.api.protocol import JSON
+from serve_app.auth.keys import Key
+from serve_app.cli.main import COMMANDS, saturate
 from serve_app.settings.environment import OF_CONTROLLER, OF_REPLICAS, SHARED
 from serve_app.settings.json_schema import config_schema
 from serve_app.settings.schema import Settings
 from serve_app.settings.user_config import UserConfig
+from serve_app.stats import ServiceHealth, ServiceStats
+from serve_app.telemetry import catalogue
 
 ROOT = Path(__file__).parents[1]
-PAGE, SCHEMA = ROOT / "configs/reference.md", ROOT / "configs/schema.json"
+DOCS = ROOT / "serve_app/docs"
+MADE = "Made from the code by `make reference`."
 
-ENVIRONMENT = """\
-## Environment variables
-
-The functions that a config names for the controller and the replicas set these variables, unless the
-config or the environment of the machine does. Ray Serve and vLLM read them.
-
-| variable | value | place | |
-|---|---|---|---|
-"""
-
-HEAD = """\
 # Settings
 
-All settings of `args` and `user_config`, made from the code by `make reference`. [README.md](README.md)
-explains them by examples, and `saturate schema` prints them as a JSON Schema.
-"""
 
-
-def page() -> str:
-    """Return the reference of the settings as Markdown."""
+def settings() -> str:
+    """Return the page of the settings and of the environment."""
     definitions: dict[str, JSON] = {}
-    for model in (Settings, UserConfig):
+    for model in (Settings, UserConfig, Key):
         own = model.model_json_schema()
         definitions |= own.pop("$defs", {}) | {model.__name__: own}
-    order = list(dict.fromkeys([*_reached("Settings", definitions), *_reached("UserConfig", definitions)]))
-    parts = [HEAD, *(_section(name, definitions[name]) for name in order), _environment()]
-    return "\n".join(parts)
-
-
-def _environment() -> str:
-    places = {one.name: (one, "controller") for one in OF_CONTROLLER}
-    places |= {one.name: (one, "replicas") for one in OF_REPLICAS}
-    places |= {one.name: (one, "both") for one in SHARED}
-    rows = [f"| `{name}` | `{one.value}` | {place} | {one.reason} |" for name, (one, place) in places.items()]
-    return ENVIRONMENT + "\n".join(rows) + "\n"
+    roots = {"Settings": "`args`", "UserConfig": "`user_config`", "Key": "An entry of the keys file"}
+    order = dict.fromkeys(name for root in roots for name in _reached(root, definitions))
+    head = (
+        f"# Settings\n\nAll settings of a config. {MADE} [README.md](README.md) has examples,\n"
+        "and `saturate schema` prints the settings as a JSON Schema.\n"
+    )
+    sections = (_section(roots.get(name, name), definitions[name]) for name in order)
+    return "\n".join([head, *sections, _environment()])
 
 
 def schema() -> str:
@@ -61,26 +51,23 @@ def schema() -> str:
     return json.dumps(config_schema(), indent=1, ensure_ascii=False) + "\n"
 
 
-def _reached(name: str, definitions: dict[str, JSON]) -> Iterator[str]:
+def _reached(name: str, definitions: Mapping[str, JSON]) -> Iterator[str]:
     """Yield an object and those that it holds, each behind the first that holds it."""
     yield name
     for found in re.findall(r"#/\$defs/(\w+)", json.dumps(definitions[name])):
-        yield from _reached(found, definitions)
+        if found in definitions:
+            yield from _reached(found, definitions)
 
 
-def _section(name: str, definition: JSON) -> str:
-    title = {"Settings": "`args`", "UserConfig": "`user_config`"}.get(name, name)
-    lines = [f"## {title}", "", *_paragraphs(definition.get("description", "")), ""]
+def _section(title: str, definition: JSON) -> str:
+    about = [line.strip() for line in definition.get("description", "").splitlines()]
+    lines = [f"## {title}", "", *about, ""]
     if fields := definition.get("properties"):
         required = definition.get("required", ())
         lines += ["| field | type | default | |", "|---|---|---|---|"]
         lines += [_row(field, found, field in required) for field, found in fields.items()]
         lines.append("")
     return "\n".join(lines)
-
-
-def _paragraphs(text: str) -> list[str]:
-    return [line.strip() for line in text.splitlines()]
 
 
 def _row(name: str, found: JSON, required: bool) -> str:
@@ -125,10 +112,161 @@ def _type(found: JSON) -> str:
     return kind
 
 
+def _environment() -> str:
+    places = {one.name: (one, "controller") for one in OF_CONTROLLER}
+    places |= {one.name: (one, "replicas") for one in OF_REPLICAS}
+    places |= {one.name: (one, "both") for one in SHARED}
+    rows = (f"| `{name}` | `{one.value}` | {place} | {one.reason} |" for name, (one, place) in places.items())
+    return _lines(
+        "## Environment variables",
+        "",
+        "The functions that a config names for the controller and the replicas set these variables, unless "
+        "the",
+        "config or the environment of the machine does. Ray Serve and vLLM read them.",
+        "",
+        "| variable | value | place | |",
+        "|---|---|---|---|",
+        *rows,
+    )
+
+
+# Statistics, metrics
+
+
+def statistics() -> str:
+    """Return the page of `/stats` and `/health`."""
+    parts = []
+    for path, model in (("/stats", ServiceStats), ("/health", ServiceHealth)):
+        own = model.model_json_schema()
+        definitions = {**own.pop("$defs", {}), model.__name__: own}
+        # The batcher's README has these.
+        batchers = {"ContinuousStats", "BatchStats"}
+        names = dict.fromkeys(name for name in _reached(model.__name__, definitions) if name not in batchers)
+        titles = {model.__name__: f"`GET {path}`"}
+        parts += [_section(titles.get(name, name), definitions[name]) for name in names]
+    text = "\n".join(parts)
+    for name in ("ContinuousStats", "BatchStats"):
+        text = text.replace(f"(#{name.lower()})", "(../../../batcher/README.md#statistics)")
+    return f"# `/stats` and `/health`\n\n{MADE} `serve_app.client.Client` reads both.\n\n{text}"
+
+
+def metrics() -> str:
+    """Return the page of the metrics."""
+    return _lines(
+        "# Metrics",
+        "",
+        f"{MADE} [Kubernetes](../../../k8s/README.md#metrics-alerts-the-dashboard) has the dashboard and "
+        f"alerts.",
+        "",
+        catalogue.table(),
+    )
+
+
+# Commands
+
+
+def commands() -> str:
+    """Return the page of the commands."""
+    parts = [f"# Commands\n\n{MADE} [Exit codes](exit-codes.md) are the same for all.\n"]
+    for name in COMMANDS:
+        parts += _helps(saturate, [name])
+    return "\n".join(parts)
+
+
+def _helps(parent: click.Group, path: list[str]) -> Iterator[str]:
+    """Yield the help of a command, and of those below it."""
+    context = click.Context(parent, info_name="saturate", terminal_width=100, max_content_width=100)
+    own = parent.commands[path[0]].make_context(path[0], [], context, resilient_parsing=True)
+    yield from _help(own, ["saturate", path[0]])
+
+
+def _help(context: click.Context, path: list[str]) -> Iterator[str]:
+    context.max_content_width = context.terminal_width = 100
+    text = context.get_help().strip()
+    yield f"## {' '.join(path)}\n\n<!-- skip: the help of the command -->\n```text\n{text}\n```\n"
+    if isinstance(context.command, click.Group):
+        for name, command in context.command.commands.items():
+            with click.Context(command, parent=context, info_name=name) as below:
+                yield from _help(below, [*path, name])
+
+
+# The source
+
+FOLDERS = {
+    "batcher": "The library: both batchers, without any other package.",
+    "serve_app": "What `serve run` imports, the client of a service, the schema of its statistics.",
+    "serve_app/cli": "The command `saturate`, each subcommand with what it needs.",
+    "serve_app/cli/checks": "The checks of `saturate doctor`.",
+    "serve_app/models": "`saturate serve MODEL`: devices, files, memory, the config with its comments.",
+    "serve_app/tuning": "`saturate plan`, `tune` and `profile`.",
+    "serve_app/dataset": "`saturate batch`: inputs, prompts, the run, outputs.",
+    "serve_app/jobs": "Files and batches, and what sends rows: in the service and in `saturate batch`.",
+    "serve_app/ingress": "The HTTP front: bodies, keys, limits, routing, relay, streams that go on.",
+    "serve_app/engine": "The Engine: door, jobs, grammars, adapters, watchdog.",
+    "serve_app/engine/vllm": "The only folder that imports vLLM.",
+    "serve_app/quotas": "Quotas of keys and tenants.",
+    "serve_app/ledger": "Who used what: rows, files, reports, prices.",
+    "serve_app/turns": "Models that take turns on a device.",
+    "serve_app/auth": "API keys.",
+    "serve_app/telemetry": "Metrics, request log, traces.",
+    "serve_app/relay": "The stream of messages between Ingress and Engine.",
+    "serve_app/settings": "The config: schema, messages, environment.",
+    "serve_app/simulation": "Simulated devices.",
+    "serve_app/api": "Requests, answers, errors, scheduling fields.",
+    "serve_app/system": "Processes, signals, files, YAML.",
+    "serve_app/demo": "The demo model and MiniLM.",
+}
+"""The folders from top to bottom: imports run downward only."""
+
+
+def source_map() -> str:
+    """Return the map of the source: each folder, each file, and what it is for."""
+    parts = [
+        f"# The source: which file does what\n\n{MADE} Imports run downward, in the order of this page.\n"
+    ]
+    for folder, about in FOLDERS.items():
+        files = sorted(path for path in (ROOT / folder).glob("*.py") if path.name[0] != "_")
+        rows = (
+            f"| [`{path.name}`](../../../{path.relative_to(ROOT)}) | {_first_line(path)} |" for path in files
+        )
+        parts.append(_lines(f"## `{folder}/`", "", about, "", "| file | |", "|---|---|", *rows))
+    return "\n".join(parts)
+
+
+def _first_line(path: Path) -> str:
+    text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    return text.partition("\n")[0].replace("|", "\\|")
+
+
+def _lines(*lines: str) -> str:
+    return "\n".join(lines) + "\n"
+
+
+PAGES: Mapping[Path, Callable[[], str]] = {
+    ROOT / "configs/reference.md": settings,
+    ROOT / "configs/schema.json": schema,
+    DOCS / "reference/commands.md": commands,
+    DOCS / "reference/metrics.md": metrics,
+    DOCS / "reference/stats.md": statistics,
+    DOCS / "explain/source-map.md": source_map,
+}
+"""The generated files, and what makes each."""
+
+
+def stale() -> Iterable[Path]:
+    """Yield the files that differ from the code."""
+    for path, made in PAGES.items():
+        if not path.exists() or path.read_text() != made():
+            yield path
+
+
 def main() -> None:
-    """Write the files."""
-    PAGE.write_text(page())
-    SCHEMA.write_text(schema())
+    """Write the files, or check them."""
+    if "--check" in sys.argv[1:]:
+        found = [str(path.relative_to(ROOT)) for path in stale()]
+        sys.exit(f"stale, run `make reference`: {', '.join(found)}" if found else 0)
+    for path, made in PAGES.items():
+        path.write_text(made())
 
 
 if __name__ == "__main__":

@@ -113,6 +113,27 @@ def test_a_broken_link_is_found() -> None:
     assert broken("README.md", text) == ["#three", "nowhere.md"]
 
 
+def test_every_page_is_two_clicks_from_the_landing_page() -> None:
+    reached = {"README.md"}
+    for _ in range(2):
+        reached |= {
+            os.path.normpath(os.path.join(os.path.dirname(page), target.partition("#")[0]))
+            for page in reached
+            if page.endswith(".md") and (ROOT / page).exists()
+            for target in links(read(page))
+            if not re.match(r"(https?|mailto):", target)
+        }
+    assert set(pages()) - reached == set()
+
+
+@pytest.mark.parametrize("page", [page for page in pages() if "/docs/howto/" in page])
+def test_a_how_to_begins_with_what_does_it_and_is_short(page: str) -> None:
+    text = read(page)
+    first = next(iter(parse_blocks(page, text)))
+    assert first.line <= 20
+    assert len(text.splitlines()) <= 100
+
+
 # Scripts
 
 
@@ -235,7 +256,7 @@ def settings_of(section: type[BaseModel]) -> set[str]:
     ids=lambda section: section.__name__,
 )
 def test_every_setting_is_documented(section: type[BaseModel]) -> None:
-    page = read("configs/README.md")
+    page = read("configs/reference.md")
     assert {name for name in settings_of(section) if not re.search(rf"\b{name}\b", page)} == set()
 
 

@@ -18,7 +18,7 @@ LOG_LEVEL = "VLLM_LOGGING_LEVEL in the environment, or in `runtime_env.env_vars`
 CORS = "`ingress.allow_origins` names the web pages that may call, with every method and header of the routes"
 HEADERS = "HAProxy bounds the headers; `ingress.max_body_bytes` bounds the body"
 CLOSED = "the service keeps that route closed; `/stats` and `/metrics` say what it does"
-PAGES = "the Ingress has its own pages and documents (serve_app/README.md, Routes)"
+PAGES = "the Ingress has its own pages and documents (serve_app/docs/reference/routes.md)"
 SCALE_OUT = "the service has no routes of that kind; `/v1/completions` takes token ids as prompts"
 HANDLES = "the service speaks HTTP; programs in the cluster call it by handle (`saturate batch --app`)"
 

@@ -1,6 +1,6 @@
 """Runs a click command; each error is one line, without a stack trace.
 
-serve_app/README.md has the rule of the exit codes.
+serve_app/docs/reference/exit-codes.md has the rule of the exit codes.
 """
 
 import os

@@ -141,12 +141,6 @@ def test_the_slow_stream_of_the_alert_is_a_bucket() -> None:
     assert float(bound) in catalogue.FIRST_TOKEN.buckets
 
 
-def test_the_table_of_the_docs_is_current() -> None:
-    docs = (K8S / "README.md").read_text()
-    begin, end = "<!-- metrics -->\n", "\n<!-- end of metrics -->"
-    assert docs[docs.index(begin) + len(begin) : docs.index(end)] == catalogue.table()
-
-
 def test_the_dashboard_is_json_that_grafana_reads() -> None:
     content = json.loads((OBSERVABILITY / "dashboard.json").read_text())
     assert content["uid"] == "saturate"

@@ -14,5 +14,5 @@ def check_config(case: Case) -> Finding | None:
     try:
         read_config(case.plan.path)
     except LaunchError as error:
-        return problem(error.message, "correct the config; configs/README.md explains every setting")
+        return problem(error.message, "correct the config; configs/reference.md explains every setting")
     return ok(str(case.plan.path))

@@ -1,4 +1,4 @@
-"""One rule for the exit codes of all commands: serve_app/README.md has it."""
+"""One rule for the exit codes of all commands: serve_app/docs/reference/exit-codes.md has it."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -250,7 +250,7 @@ def shown() -> View:
 
 def documented() -> dict[str, list[str]]:
     """Return the names in the README's tables about the JSON, by their object."""
-    page = (Path(serve_app.__file__).parent / "README.md").read_text()
+    page = (Path(serve_app.__file__).parent / "docs/howto/monitor.md").read_text()
     _, _, section = page.partition("`--json` prints one object after one `--interval`:")
     objects, _, figures = section.partition("\n## ")[0].partition("`figures` of a model")
     found: dict[str, list[str]] = {"": []}

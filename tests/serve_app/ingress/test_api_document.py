@@ -162,8 +162,8 @@ async def test_every_route_is_in_the_table_of_the_page(
     health: dict[str, ModelHealth], tmp_path: Path
 ) -> None:
     documented = operations(await full(tmp_path, health).document())
-    page = read("serve_app/README.md")
-    table = page[page.index("## Routes") : page.index("vLLM's other routes")]
+    page = read("serve_app/docs/reference/routes.md")
+    table = page[page.index("# Routes") : page.index("vLLM's other routes")]
     named = set(re.findall(r"(/[\w/.{}]*)`", table))
     prefixes = ("/v1/files", "/v1/batches")
     missing = {path for _, path in documented if path not in named and not path.startswith(prefixes)}

@@ -66,7 +66,7 @@ def test_settings_of_a_batcher_that_contradict_each_other() -> None:
 
 def test_keys_of_one_kind_are_unknown_to_the_other() -> None:
     (line,) = mistakes(one(target="a:B"))
-    assert line.startswith("args.models[0].target: unknown key; configs/README.md has them all")
+    assert line.startswith("args.models[0].target: unknown key; configs/reference.md has them all")
     (line,) = mistakes(function(source="x"))
     assert line.startswith("args.models[0].source: unknown key; allowed here: id, kind, target")
 
