@@ -21,7 +21,6 @@ from serve_app.cli.preflight import (
     prepare_haproxy,
     starts_ray,
 )
-from serve_app.cli.progress import Progress
 from serve_app.cli.readiness import last_error, wait_ready
 from serve_app.cli.runs import MARK, Run, find_runs, this_run
 from serve_app.cli.serve_config import (
@@ -34,6 +33,7 @@ from serve_app.cli.serve_config import (
 from serve_app.cli.serve_run import ServeRun
 from serve_app.cli.stop_signals import StopSignals
 from serve_app.system.processes import adopt_orphans
+from serve_app.system.progress import Progress
 
 STOP_S = 60.0
 """Seconds that Serve has to take applications down, beside those that answers may take."""

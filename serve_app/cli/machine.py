@@ -6,29 +6,15 @@ import os
 import resource
 import shutil
 import stat
-import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-COMMAND_S = 15.0
-"""Seconds that a program has to answer."""
+import psutil
 
-UNLIMITED = 1 << 60
-"""Bytes from which on a limit of a control group means that there is none."""
-
-
-class Space(NamedTuple):
-    """Bytes of a file system, or of memory.
-
-    Attributes:
-        total: All of them.
-        free: Those that may be used.
-    """
-
-    total: int
-    free: int
+from serve_app.system.gpus import Devices, read_devices
+from serve_app.system.limits import Space, available_cores, available_memory
 
 
 class Process(NamedTuple):
@@ -37,7 +23,7 @@ class Process(NamedTuple):
     Attributes:
         pid: Its id.
         parent: Id of its parent.
-        name: Name of its program, 15 characters at most.
+        name: Name of its program.
     """
 
     pid: int
@@ -57,28 +43,15 @@ class Owned(NamedTuple):
     mode: int
 
 
-class CommandError(Exception):
-    """A program failed; the message is the first line of what it said."""
-
-
 class Machine:
     """This machine.
 
     Args:
         environment: Environment variables.
-        groups: Folder of the control groups.
-        processes: Folder of the processes.
     """
 
-    def __init__(
-        self,
-        environment: Mapping[str, str] = os.environ,
-        groups: Path = Path("/sys/fs/cgroup"),
-        processes: Path = Path("/proc"),
-    ) -> None:
+    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         self.environment = environment
-        self._groups = groups
-        self._processes = processes
 
     # Packages and programs
 
@@ -110,27 +83,6 @@ class Machine:
     def find_program(self, name: str) -> str | None:
         """Return the path of a program; None: there is none."""
         return shutil.which(name, path=self.environment.get("PATH"))
-
-    def run(self, *command: str) -> str | None:
-        """Run a program and return its output; None: there is no such program.
-
-        Raises:
-            CommandError: It failed, or gave no answer in time.
-        """
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, errors="replace", timeout=COMMAND_S, check=False
-            )
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise CommandError(f"{command[0]}: {error.strerror}") from None
-        except subprocess.TimeoutExpired:
-            raise CommandError(f"{command[0]}: no answer within {COMMAND_S:g} s") from None
-        if done.returncode:
-            said = (done.stdout + done.stderr).strip().splitlines()
-            raise CommandError(said[0] if said else f"{command[0]}: exit code {done.returncode}")
-        return done.stdout
 
     # Files
 
@@ -173,61 +125,30 @@ class Machine:
 
     def cores(self) -> float:
         """Return the cores that this process may use."""
-        return min(self._quotas())
+        return available_cores()
 
     def memory(self) -> Space:
-        """Return the memory that this process may use; a control group may have less than the machine."""
-        sizes = {}
-        for line in (self.read(self._processes / "meminfo") or "").splitlines():
-            name, _, value = line.partition(":")
-            sizes[name] = int(value.split()[0]) * 1024
-        found = Space(sizes["MemTotal"], sizes["MemAvailable"])
-        for limit_file, used_file in (
-            ("memory.max", "memory.current"),
-            ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-        ):
-            limit, used = self._number(limit_file), self._number(used_file)
-            if limit is not None and limit < min(UNLIMITED, found.total):
-                cached = self._cached(limit_file)
-                free = limit - max(0, (used or 0) - cached)
-                found = Space(int(limit), int(min(free, found.free)))
-        return found
+        """Return the memory that this process may use."""
+        return available_memory()
 
-    # Processes
+    # Devices and processes
+
+    def devices(self) -> Devices | None:
+        """Return what NVIDIA's driver tells; None: there is no driver.
+
+        Raises:
+            DriverError: The driver fails.
+        """
+        return read_devices()
 
     def processes(self) -> list[Process]:
         """Return the processes of this user."""
-        found = []
-        for folder in self._processes.glob("[0-9]*"):
-            with suppress(OSError, ValueError, IndexError):
-                if folder.stat().st_uid == os.geteuid():
-                    # The name stands in parentheses, and may have spaces and parentheses.
-                    text = (folder / "stat").read_text(errors="replace")
-                    name, _, rest = text.partition("(")[2].rpartition(")")
-                    found.append(Process(int(folder.name), int(rest.split()[1]), name))
-        return found
-
-    def _quotas(self) -> list[float]:
-        """Return the cores of the machine that this process may use, and those of its control group."""
-        found = [float(len(os.sched_getaffinity(0)))]
-        quota, _, period = (self.read(self._groups / "cpu.max") or "").partition(" ")
-        if quota.isdigit():
-            found.append(int(quota) / int(period))
-        old_quota, old_period = self._number("cpu/cpu.cfs_quota_us"), self._number("cpu/cpu.cfs_period_us")
-        if old_quota and old_period and old_quota > 0:
-            found.append(old_quota / old_period)
-        return found
-
-    def _cached(self, limit_file: str) -> int:
-        """Return the bytes of a control group's use that are pages of files, which the kernel frees."""
-        text = self.read((self._groups / limit_file).with_name("memory.stat")) or ""
-        pairs = dict(line.split() for line in text.splitlines() if len(line.split()) == 2)
-        return int(pairs.get("inactive_file") or pairs.get("total_inactive_file") or 0)
-
-    def _number(self, name: str) -> float | None:
-        with suppress(ValueError):
-            return float((self.read(self._groups / name) or "").strip())
-        return None
+        fields = ["pid", "ppid", "name", "uids"]
+        return [
+            Process(one.info["pid"], one.info["ppid"], one.info["name"] or "")
+            for one in psutil.process_iter(fields)
+            if one.info["uids"] and one.info["uids"].effective == os.geteuid()
+        ]
 
     @staticmethod
     def _folder(module: str) -> Path | None:

@@ -1,7 +1,6 @@
 """The command `saturate plan`."""
 
 import json
-import sys
 
 import click
 
@@ -9,6 +8,7 @@ from serve_app.api.validation import suggestion
 from serve_app.cli.option_values import between, parsed
 from serve_app.simulation.profiles import PROFILES, Profile, read_profile
 from serve_app.system.home import below_home
+from serve_app.system.progress import Progress
 from serve_app.tuning.capacity import FitError, check_fit
 from serve_app.tuning.fleet import MARGINS, Routing
 from serve_app.tuning.goals import METRICS, Goal, parse_goals
@@ -19,6 +19,9 @@ from serve_app.tuning.workload import Lengths, Workload
 
 NO_PLAN = 3
 """Exit code where no plan holds the goals."""
+
+LINE_S = 10.0
+"""Seconds between two lines of progress where there is no terminal."""
 
 
 def _device(value: str) -> Profile:
@@ -160,22 +163,16 @@ def plan(
         raise click.UsageError(str(error)) from None
     trials = Trials(profile, workload, goals, seed, routing)
     report = Report(trials, price_per_hour)
+    progress = Progress(every_s=LINE_S)
     try:
-        found = Search(trials, max_replicas, _progress).plan()
+        found = Search(trials, max_replicas, lambda line: progress.show(f"trying {line}")).plan()
     except NoPlanError as error:
-        _progress("")
+        progress.end()
         if as_json:
             click.echo(json.dumps(report.no_plan(error), indent=1))
         else:
             click.echo(f"No plan: {error}.")
         return NO_PLAN
-    _progress("")
+    progress.end()
     click.echo(json.dumps(report.body(found), indent=1) if as_json else report.text(found), nl=as_json)
     return 0
-
-
-def _progress(line: str) -> None:
-    """Show what is being tried, on a terminal."""
-    if sys.stderr.isatty():
-        text = f"trying {line}" if line else ""
-        print(f"\r{text:<40}" + ("" if line else "\r"), end="", file=sys.stderr, flush=True)

@@ -8,9 +8,9 @@ import click
 
 from serve_app.cli.api_key import read_api_key
 from serve_app.cli.option_values import check_folder, parsed
-from serve_app.cli.progress import Progress
 from serve_app.client import ServiceError, base_url
 from serve_app.simulation.profiles import Profile
+from serve_app.system.progress import Progress
 from serve_app.tuning.measuring import Measurement
 from serve_app.tuning.observations import LARGEST_ERROR, LEAST_R2, Fit, Observation, ObservationError, fit
 from serve_app.tuning.profile_file import file_of, profile_of

@@ -12,10 +12,10 @@ import httpx
 from serve_app.api.protocol import JSON
 from serve_app.cli.dashboard import Dashboard
 from serve_app.cli.errors import LaunchError, SlowStartError
-from serve_app.cli.progress import Progress
 from serve_app.cli.stop_signals import StopSignals
 from serve_app.client import Client, ServiceError
 from serve_app.stats import ServiceHealth
+from serve_app.system.progress import Progress
 
 HEALTH_S = 5.0
 """Seconds that the service has to say how it is, on a busy machine."""

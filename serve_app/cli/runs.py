@@ -6,7 +6,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from serve_app.system.processes import descendants, end_all, environment, start_time
+import psutil
+
+from serve_app.system.processes import descendants, end_all, start_time
 
 MARK = "SATURATE_RUN"
 """Environment variable that all processes of a service inherit, down to HAProxy and the engines."""
@@ -81,13 +83,11 @@ def find_runs() -> list[Run]:
 def _marks() -> dict[int, str]:
     """Return the mark of each marked process of this user."""
     marks = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            mine = folder.stat().st_uid == os.geteuid()
-        except OSError:
-            continue
-        if mine and (mark := environment(int(folder.name)).get(MARK)):
-            marks[int(folder.name)] = mark
+    for process in psutil.process_iter(["uids", "environ"]):
+        found: dict[str, str] = process.info["environ"] or {}
+        uids = process.info["uids"]
+        if uids and uids.effective == os.geteuid() and (mark := found.get(MARK)):
+            marks[process.pid] = mark
     # This process has a mark of its own if a service has started it.
     marks.pop(os.getpid(), None)
     return marks

@@ -5,8 +5,8 @@ import time
 
 import click
 
-from serve_app.cli.progress import Progress
 from serve_app.cli.runs import Run, find_runs
+from serve_app.system.progress import Progress
 
 NOW_S = 15.0
 """Seconds after which `--now` kills a launcher that doesn't end."""

@@ -14,7 +14,6 @@ from click.core import ParameterSource
 from serve_app.cli.api_key import read_api_key
 from serve_app.cli.option_values import check_folder, moment, parsed
 from serve_app.cli.plan import NO_PLAN
-from serve_app.cli.progress import Progress
 from serve_app.cli.tune_config import RunningConfig, read_config, write_config
 from serve_app.cli.tune_run import Question, TuneRun
 from serve_app.client import ServiceError, base_url
@@ -25,6 +24,7 @@ from serve_app.dataset.readers import open_source
 from serve_app.jobs.errors import RunError
 from serve_app.ledger.report import LedgerError, LedgerFiles
 from serve_app.relay.usage import Tokens
+from serve_app.system.progress import Progress
 from serve_app.tuning.generator import Generator
 from serve_app.tuning.goals import METRICS, Goal, parse_goals
 from serve_app.tuning.guidellm import GuideLLM, check_guidellm

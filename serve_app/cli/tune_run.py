@@ -8,10 +8,10 @@ from typing import Literal
 
 import click
 
-from serve_app.cli.progress import Progress
 from serve_app.cli.tune_config import RunningConfig
 from serve_app.client import ServiceError
 from serve_app.relay.usage import Tokens
+from serve_app.system.progress import Progress
 from serve_app.tuning.choice import MARGIN, choose
 from serve_app.tuning.generator import Generator
 from serve_app.tuning.goals import Goal

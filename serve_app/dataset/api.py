@@ -143,7 +143,7 @@ class APIRun:
                 self._download(batch["error_file_id"], self.errors)
                 return batch
         finally:
-            self._display.close()
+            self._display.end()
 
     @property
     def batch_id(self) -> str:
@@ -261,7 +261,7 @@ class APIRun:
         if done > before and now > since:
             rate = (done - before) / (now - since)
             parts += [f"{rate:,.1f} rows/s", f"ETA {eta(done, total, rate)}"]
-        return Shown(done, total or None, ", ".join(parts), ended=batch["status"] in ENDED)
+        return Shown(", ".join(parts), done, total or None, last=batch["status"] in ENDED)
 
     def _wait(self, note: JSON) -> JSON:
         wait_s = FIRST_POLL_S
@@ -269,7 +269,7 @@ class APIRun:
             batch = self._call(
                 "poll", lambda: self._client.http.get(f"/v1/batches/{note['batch']}"), *FIELDS, patient=True
             )
-            self._display.update(self._shown(batch))
+            self._display.show(*self._shown(batch))
             if batch["status"] in ENDED:
                 return batch
             self._sleep(wait_s)

@@ -24,7 +24,7 @@ from serve_app.dataset.options import (
     sampling_fields,
 )
 from serve_app.dataset.output import Existing, Output, check_output
-from serve_app.dataset.progress import Progress, open_progress, run_shown
+from serve_app.dataset.progress import open_progress, run_shown
 from serve_app.dataset.prompts import Prompter, read_template
 from serve_app.dataset.readers import open_source
 from serve_app.dataset.report import report, table, write_report
@@ -151,7 +151,7 @@ class Session:
         self._client = self._reach()
         existing: Existing = "overwrite" if options.overwrite else "resume" if options.resume else "same"
         self._output = Output(options.output, decisive, self._source.fingerprint(), existing)
-        self._progress: Progress = open_progress(options.quiet)
+        self._progress = open_progress(options.quiet)
         self._drive: Drive | None = None
         self._interrupts = 0
 
@@ -164,7 +164,7 @@ class Session:
         """Run to the end and return the exit code."""
         if (finished := self._output.finished) is not None:
             self._output.close()
-            self._progress.close()
+            self._progress.end()
             self._say(f"{self._output.path}: complete, {finished['rows']:,} rows; nothing is left to do")
             return SOME_FAILED if finished["failed"] else 0
         failure: RunError | None = None
@@ -178,7 +178,7 @@ class Session:
             # The second interrupt.
             pass
         finally:
-            self._progress.close()
+            self._progress.end()
         return self._end(failure)
 
     async def _run(self) -> None:
@@ -223,7 +223,7 @@ class Session:
         while True:
             tell(drive.stats)
             total = self._total(drive)
-            self._progress.update(run_shown(drive.stats, self._output.before, total, _note(drive)))
+            self._progress.show(*run_shown(drive.stats, self._output.before, total, _note(drive)))
             await asyncio.sleep(SHOW_S)
 
     def _catch_signals(self, drive: Drive) -> None:

@@ -1,21 +1,12 @@
-"""The devices of this machine: GPUs by `nvidia-smi`, or else the CPU."""
+"""The devices of this machine: GPUs, or else the CPU."""
 
 import os
-import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-from ray._private.utils import get_num_cpus
 
 from serve_app.models.errors import ModelError
-from serve_app.models.gpus import GPU, QUERY, VISIBLE, read_gpus, visible_gpus
-
-NVIDIA_SMI_S = 20.0
-"""Seconds for `nvidia-smi`, which takes some where the driver's daemon isn't running."""
-
-Ask = Callable[[Sequence[str]], str]
-"""Runs a program and returns its output; raises an OSError or a SubprocessError."""
+from serve_app.system.gpus import GPU, VISIBLE, DriverError, read_devices, visible_gpus
+from serve_app.system.limits import available_cores, available_memory
 
 
 @dataclass(frozen=True)
@@ -57,40 +48,33 @@ def find_machine(environment: Mapping[str, str] | None = None) -> Machine:
         ModelError: GPUs are there, and their memory can't be told.
     """
     environment = os.environ if environment is None else environment
-    return Machine(
-        find_gpus(_ask, environment.get(VISIBLE)),
-        # As many as Ray will count.
-        max(1, int(get_num_cpus(override_docker_cpu_warning=True))),
-        available_memory(Path("/")),
-    )
+    try:
+        devices = read_devices()
+    except DriverError:
+        # `saturate doctor` tells it.
+        devices = None
+    gpus = find_gpus(devices.gpus if devices else (), environment.get(VISIBLE))
+    # As many cores as Ray will count.
+    return Machine(gpus, max(1, int(available_cores())), available_memory().free)
 
 
-def find_gpus(ask: Ask, visible: str | None) -> tuple[Gpu, ...]:
-    """Return the GPUs of this machine; none if there is no driver or no device.
+def find_gpus(gpus: Sequence[GPU], visible: str | None) -> tuple[Gpu, ...]:
+    """Return what a model can have of the GPUs of this machine.
 
     Args:
-        ask: Runs `nvidia-smi`.
+        gpus: All of them.
         visible: `CUDA_VISIBLE_DEVICES`: indexes or ids; None: all.
 
     Raises:
         ModelError: A GPU is there, and its memory can't be told.
     """
-    try:
-        text = ask(QUERY)
-    except subprocess.TimeoutExpired:
-        raise ModelError(
-            f"nvidia-smi gave no answer within {NVIDIA_SMI_S:g} s; see that it works, or set "
-            f"{VISIBLE}= (empty) to use the CPU"
-        ) from None
-    except (OSError, subprocess.SubprocessError):
-        return ()
     for name in (visible or "").split(","):
-        if name.strip().startswith("MIG-"):
+        if gpus and name.strip().startswith("MIG-"):
             raise ModelError(
                 f"{VISIBLE} names {name.strip()}, a slice of a GPU, whose memory can't be told here; write a "
                 "config with engine.max_model_len and engine.gpu_memory_utilization (configs/README.md)"
             )
-    return tuple(_usable(gpu) for gpu in visible_gpus(read_gpus(text), visible))
+    return tuple(_usable(gpu) for gpu in visible_gpus(gpus, visible))
 
 
 def _usable(gpu: GPU) -> Gpu:
@@ -107,29 +91,3 @@ def _usable(gpu: GPU) -> Gpu:
             "engine.max_model_len and engine.gpu_memory_utilization (configs/README.md)"
         )
     return Gpu(gpu.name, gpu.total - gpu.reserved, gpu.used, gpu.capability)
-
-
-def available_memory(root: Path) -> int:
-    """Return the bytes of memory that processes can still have, within the limit of this container.
-
-    Args:
-        root: The root of the file system.
-    """
-    values = {}
-    for line in (root / "proc/meminfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        values[name] = value.split()
-    available = int(values["MemAvailable"][0]) * 1024
-    group = root / "sys/fs/cgroup"
-    try:
-        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        # No limit: the file is missing, or says "max".
-        return available
-    # Cached files give way.
-    return max(0, min(available, limit - used + int(stat["inactive_file"])))
-
-
-def _ask(command: Sequence[str]) -> str:
-    return subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=True).stdout

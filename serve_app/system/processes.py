@@ -8,6 +8,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
+
+import psutil
 
 KILL_S = 5.0
 """Seconds in which the kernel removes a killed process; one that waits for a device may take longer."""
@@ -28,14 +31,9 @@ def adopt_orphans() -> None:
 def descendants(*roots: int) -> list[int]:
     """Return the ids of all processes below others, parents first; by default below this one."""
     found: list[int] = []
-    parents = [*roots] or [os.getpid()]
-    while parents:
-        parent = parents.pop()
-        for children in Path(f"/proc/{parent}/task").glob("*/children"):
-            with suppress(OSError):
-                pids = [int(pid) for pid in children.read_text().split()]
-                found += pids
-                parents += pids
+    for root in roots or (os.getpid(),):
+        with suppress(psutil.Error):
+            found += [child.pid for child in psutil.Process(root).children(recursive=True)]
     return found
 
 
@@ -109,8 +107,30 @@ def start_time(pid: int) -> int | None:
 def environment(pid: int) -> dict[str, str]:
     """Return the environment that a process was started with; empty if it can't be read."""
     try:
-        content = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
+        return psutil.Process(pid).environ()
+    except psutil.Error:
         return {}
-    pairs = (pair.partition("=") for pair in content.decode(errors="replace").split("\0") if "=" in pair)
-    return {name: value for name, _, value in pairs}
+
+
+class Listener(NamedTuple):
+    """A process that listens on a port.
+
+    Attributes:
+        pid: Its id.
+        name: Name of its program.
+    """
+
+    pid: int
+    name: str
+
+
+def listeners(port: int) -> list[Listener]:
+    """Return the processes that listen on a TCP port, as far as this user may see them."""
+    found = set()
+    for one in psutil.net_connections("tcp"):
+        here = one.laddr.port if one.laddr else None
+        if one.status == psutil.CONN_LISTEN and here == port and one.pid is not None:
+            # It may end at this moment.
+            with suppress(psutil.Error):
+                found.add(Listener(one.pid, psutil.Process(one.pid).name()))
+    return sorted(found)

@@ -114,7 +114,11 @@ def load(text: str) -> Any:
 
 def dump(value: Any) -> str:
     """Return a value as YAML without comments, in block style."""
-    return str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=sys.maxsize))
+    text = str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=sys.maxsize))
+    if yaml.safe_load(text) == value:
+        return text
+    # PyYAML writes some ends of lines of Unicode as they are, and reads them as spaces.
+    return str(yaml.safe_dump(value, sort_keys=False, width=sys.maxsize))
 
 
 def updated(text: str, content: Any, comments: Mapping[Place, str] | None = None) -> str:

@@ -3,9 +3,9 @@
 import re
 
 from serve_app.cli.checks.finding import Case, Finding, ok, problem, warning
-from serve_app.cli.machine import CommandError, Machine
-from serve_app.models.gpus import GPU, MIB, QUERY, VISIBLE, read_gpus, visible_gpus
+from serve_app.cli.machine import Machine
 from serve_app.settings.turns import UTILIZATION
+from serve_app.system.gpus import VISIBLE, DriverError, visible_gpus
 
 
 def check_driver(case: Case) -> Finding:
@@ -14,12 +14,12 @@ def check_driver(case: Case) -> Finding:
     build = torch_cuda(machine)
     wanted = _wanted(case)
     try:
-        said = machine.run("nvidia-smi")
-    except CommandError as error:
-        text = f"nvidia-smi fails: {error}"
+        devices = machine.devices()
+    except DriverError as error:
+        text = f"NVIDIA's driver fails: {error}"
         fix = "restart the machine after an update of the driver, or install the driver again"
         return problem(text, fix) if wanted else warning(text, fix)
-    if said is None:
+    if devices is None:
         if wanted:
             return problem(
                 f"no GPU here, and the config reserves {wanted:g}",
@@ -31,16 +31,11 @@ def check_driver(case: Case) -> Finding:
                 "on a machine that stays without a GPU: make install, which takes the builds for a CPU",
             )
         return ok("no GPU: CPU configs only")
-    found = re.search(r"Driver Version\s*:\s*([\d.]+)", said)
-    driver = f"driver {found[1]}" if found else "a driver"
-    cuda = re.search(r"CUDA (?:UMD )?Version\s*:\s*(\d+)\.(\d+)", said)
+    driver, newest = f"driver {devices.driver}", devices.cuda
     if build is None:
         text = f"{driver}, and torch is a build without CUDA: models run on the CPU"
         fix = "pip install -e '.[gpu]' in a new virtual environment"
         return problem(text, fix) if wanted else warning(text, fix)
-    if not cuda:
-        return ok(f"{driver}, torch for CUDA {build}")
-    newest = int(cuda[1]), int(cuda[2])
     needed = _version(build)
     text = f"{driver} runs CUDA up to {newest[0]}.{newest[1]}, and torch is built for {build}"
     if newest[0] < needed[0]:
@@ -54,9 +49,14 @@ def check_driver(case: Case) -> Finding:
 
 def check_gpus(case: Case) -> Finding | None:
     """Check the number of GPUs and their free memory."""
-    gpus = _gpus(case.machine)
-    if gpus is None:
+    try:
+        devices = case.machine.devices()
+    except DriverError:
+        # The check of the driver tells it.
         return None
+    if devices is None:
+        return None
+    gpus = devices.gpus
     there = visible_gpus(gpus, case.machine.environment.get(VISIBLE))
     wanted = _wanted(case)
     listed = ", ".join(f"{one.number} {one.name} ({_gb(one.free)} of {_gb(one.total)} free)" for one in there)
@@ -66,7 +66,7 @@ def check_gpus(case: Case) -> Finding | None:
             f"{len(there)} GPUs are visible{hidden}, and the config reserves {wanted:g}: {listed or 'none'}",
             f"lower num_gpus, the replicas or engine.tensor_parallel_size of the config, or set {VISIBLE}",
         )
-    holders = _holders(case.machine)
+    holders = ", ".join(f"{one.name} (pid {one.pid}, {_gb(one.memory)})" for one in devices.holders)
     held = f"; in use by {holders}" if holders else ""
     for model in case.plan.llms:
         reserved = case.plan.gpus_of(model.id)
@@ -95,28 +95,6 @@ def torch_cuda(machine: Machine) -> str | None:
 def _wanted(case: Case) -> float:
     """Return the GPUs that the config reserves here; those of a cluster may be in other machines."""
     return 0.0 if case.address else sum(one.gpus * one.replicas for one in case.plan.deployments)
-
-
-def _gpus(machine: Machine) -> list[GPU] | None:
-    """Return the GPUs; None: there is no driver that tells them."""
-    try:
-        said = machine.run(*QUERY)
-    except CommandError:
-        # The check of the driver tells it.
-        return None
-    return None if said is None else read_gpus(said)
-
-
-def _holders(machine: Machine) -> str:
-    """Return the processes that hold memory of a GPU."""
-    fields = "--query-compute-apps=pid,used_memory,process_name"
-    said = machine.run("nvidia-smi", fields, "--format=csv,noheader,nounits") or ""
-    rows = ([part.strip() for part in line.split(",", 2)] for line in said.splitlines())
-    return ", ".join(f"{row[2]} (pid {row[0]}, {_held(row[1])})" for row in rows if len(row) == 3)
-
-
-def _held(mib: str) -> str:
-    return _gb(int(mib) * MIB if mib.isdigit() else None)
 
 
 def _version(text: str) -> tuple[int, int]:

@@ -4,11 +4,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from serve_app.cli.checks.finding import Case, Finding, ok, problem, together, warning
-from serve_app.cli.checks.listeners import Listener, listeners
 from serve_app.cli.errors import LaunchError
 from serve_app.cli.runs import MARK, Run, find_runs
 from serve_app.ingress.haproxy import STATISTICS_HOST
-from serve_app.system.processes import environment
+from serve_app.system.processes import Listener, environment, listeners
 
 DASHBOARD = range(8265, 8275)
 """Ports of Ray's dashboard: it takes the first that is free, and `saturate serve` looks at these."""

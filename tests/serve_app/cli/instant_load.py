@@ -5,10 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from serve_app.cli.progress import Progress
 from serve_app.cli.tune_config import RunningConfig
 from serve_app.cli.tune_run import Question, TuneRun
 from serve_app.client import ServiceError
+from serve_app.system.progress import Progress
 from serve_app.tuning.goals import parse_goals
 from serve_app.tuning.load_step import Load, Step
 from serve_app.tuning.requests import Requests

@@ -16,9 +16,9 @@ import yaml
 
 from serve_app.cli.errors import LaunchError
 from serve_app.cli.launch import launch
-from serve_app.cli.progress import Progress
 from serve_app.cli.runs import find_runs
 from serve_app.settings.completion import complete_config
+from serve_app.system.progress import Progress
 from tests.progress import wait_until
 from tests.serve_app.cli.launching import Command, Service
 from tests.serve_app.cli.services import config, write
@@ -106,7 +106,7 @@ def _close_terminal() -> None:
     """Close the read end of standard error with the first message of the stop."""
     end = Progress.end
 
-    def closed(self: Progress, message: str) -> None:
+    def closed(self: Progress, message: str = "") -> None:
         end(self, message)
         if message.startswith("Ready"):
             os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
@@ -244,7 +244,7 @@ def test_a_signal_after_a_start_that_was_too_slow_stops_the_second_one(start: St
 def _signal_with_the_retry() -> None:
     end = Progress.end
 
-    def say(self: Progress, message: str) -> None:
+    def say(self: Progress, message: str = "") -> None:
         end(self, message)
         if message.endswith("trying again"):
             os.kill(os.getpid(), signal.SIGTERM)
@@ -318,7 +318,7 @@ def test_a_signal_while_serve_is_being_started_leaves_nothing(start: Start) -> N
 def _signal_while_another_is_handled() -> None:
     say = Progress.end
 
-    def end(self: Progress, message: str) -> None:
+    def end(self: Progress, message: str = "") -> None:
         if message.startswith("Stopping"):
             os.kill(os.getpid(), signal.SIGTERM)
         say(self, message)

@@ -8,9 +8,9 @@ import pytest
 
 from serve_app.cli.dashboard import Dashboard
 from serve_app.cli.errors import LaunchError
-from serve_app.cli.progress import Progress
 from serve_app.cli.readiness import wait_ready
 from serve_app.cli.stop_signals import StopSignals
+from serve_app.system.progress import Progress
 from tests.ports import free_port
 
 

@@ -1,8 +1,6 @@
 """The display, the report and the metrics of a run."""
 
-import io
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,7 @@ from batcher import ContinuousStats
 from serve_app.api.protocol import JSON
 from serve_app.dataset.command import RunMetrics
 from serve_app.dataset.errors import OutputError
-from serve_app.dataset.progress import Lines, Shown, Silent, eta, open_progress, run_shown, share
+from serve_app.dataset.progress import Shown, eta, run_shown, share
 from serve_app.dataset.report import report, table, write_report
 from serve_app.dataset.stats import RunStats
 from serve_app.jobs.rows import Result, Tokens
@@ -42,13 +40,13 @@ def replica(busy_s: float, idle_s: float) -> ReplicaStats:
 
 def test_figures(stats: RunStats) -> None:
     figures = "5.0 rows/s, 100 tok/s, 3 in flight"
-    assert run_shown(stats, 10, 100) == Shown(60, 100, f"60/~100 rows, {figures}, ETA 0:08")
+    assert run_shown(stats, 10, 100) == Shown(f"60/~100 rows, {figures}, ETA 0:08", 60, 100)
     stats.retries = 2
     stats.failed["invalid_row"] = 1
     stats.utilization.update([replica(0.0, 0.0)])
     stats.utilization.update([replica(3.0, 1.0)])
     text = f"50 rows, {figures}, batcher 75% busy, 2 retries, 1 failed, ETA ?"
-    assert run_shown(stats, 0, None, "note") == Shown(50, None, text, "note")
+    assert run_shown(stats, 0, None, "note") == Shown(text, 50, None, "note")
 
 
 @pytest.mark.parametrize(
@@ -63,21 +61,6 @@ def test_the_total_is_an_estimate_until_all_rows_are_read(done: int, total: int 
 )
 def test_the_time_to_the_end(done: int, total: int | None, text: str) -> None:
     assert eta(done, total, 5.0) == text
-
-
-def test_lines_are_periodic_and_a_note_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
-    times = iter((0.0, 1.0, 2.0, 11.0, 11.0, 12.0, 13.0))
-    lines = Lines(lambda: next(times))
-    for _ in range(4):
-        lines.update(Shown(1, 2, "half", "trying again: gone"))
-    lines.update(Shown(2, 2, "all", ended=True))
-    assert capsys.readouterr().err.splitlines() == ["trying again: gone", "half", "all"]
-
-
-def test_the_display_fits_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    assert isinstance(open_progress(quiet=False), Lines)
-    assert isinstance(open_progress(quiet=True), Silent)
 
 
 def test_a_report_is_written_as_json(tmp_path: Path) -> None:

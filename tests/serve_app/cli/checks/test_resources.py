@@ -11,7 +11,7 @@ from serve_app.cli.checks.resources import (
     check_open_files,
     check_shared_memory,
 )
-from serve_app.cli.machine import Space
+from serve_app.system.limits import Space
 from tests.serve_app.cli.checks.machines import FakeMachine, case, plan
 
 MODEL = {"id": "m", "source": "o/m"}

@@ -10,7 +10,7 @@ import pytest
 
 from serve_app.cli.checks.finding import GIB, Finding
 from serve_app.cli.checks.sources import check_sources
-from serve_app.cli.machine import Space
+from serve_app.system.limits import Space
 from tests.ports import free_port
 from tests.serve_app.cli.checks.machines import FakeMachine, case, plan
 
