@@ -1,6 +1,5 @@
 """Values of options that are more than words and numbers."""
 
-import math
 import re
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -24,21 +23,6 @@ def parsed(parse: Callable[[str], ValueT]) -> Callable[..., ValueT | None]:
             raise click.BadParameter(str(error)) from None
 
     return callback
-
-
-def between(least: float, most: float) -> Callable[[str], float]:
-    """Return the parser of a number; neither infinity nor "nan" is one."""
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not least <= value <= most:
-            raise ValueError(f"must be a number from {least:g} to {most:g}, not {text!r}")
-        return value
-
-    return parse
 
 
 def check_folder(option: str, file: Path | None) -> None:

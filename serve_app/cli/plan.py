@@ -5,8 +5,9 @@ import json
 import click
 
 from serve_app.api.validation import suggestion
-from serve_app.cli.option_values import between, parsed
+from serve_app.cli.option_values import parsed
 from serve_app.simulation.profiles import PROFILES, Profile, read_profile
+from serve_app.system.command_line import Number
 from serve_app.system.home import below_home
 from serve_app.system.progress import Progress
 from serve_app.tuning.capacity import FitError, check_fit
@@ -37,7 +38,7 @@ def _device(value: str) -> Profile:
 @click.command()
 @click.option(
     "--rate",
-    callback=parsed(between(1e-6, 1e6)),
+    type=Number(1e-6, 1e6),
     required=True,
     metavar="N",
     help="Requests per second in the busiest minutes, on average. They are taken to come independently of "
@@ -83,7 +84,7 @@ def _device(value: str) -> Profile:
 )
 @click.option(
     "--prefix-share",
-    callback=parsed(between(0, 1)),
+    type=Number(0, 1),
     default="0",
     show_default=True,
     metavar="SHARE",
@@ -106,7 +107,7 @@ def _device(value: str) -> Profile:
 )
 @click.option(
     "--price-per-hour",
-    callback=parsed(between(0, 1e9)),
+    type=Number(0, 1e9),
     metavar="PRICE",
     help="Price of the GPUs of one replica per hour; adds the cost per hour and per million tokens.",
 )

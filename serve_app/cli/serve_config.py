@@ -14,7 +14,8 @@ from serve_app.cli.errors import ConfigError
 from serve_app.ingress import haproxy
 from serve_app.ingress.status import engine_name
 from serve_app.models.engine_check import check_engine
-from serve_app.settings.completion import IMPORT_PATH, complete_config
+from serve_app.settings.completion import complete_config
+from serve_app.settings.config_file import IMPORT_PATH
 from serve_app.settings.environment import HARD_STOP
 from serve_app.settings.messages import plain_errors
 from serve_app.settings.models import LLMSettings

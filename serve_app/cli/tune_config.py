@@ -12,7 +12,8 @@ import click
 from serve_app.api.protocol import JSON
 from serve_app.cli.dashboard import Dashboard
 from serve_app.client import base_url
-from serve_app.system.yaml_text import NotYAMLError, load, updated_or_new
+from serve_app.settings.config_file import ConfigFileError, read_file
+from serve_app.system.yaml_text import updated_or_new
 from serve_app.tuning.choice import Choice
 from serve_app.tuning.config_change import Change, ChangeError, changed
 from serve_app.tuning.generator import Generator
@@ -92,15 +93,9 @@ def read_config(path: Path) -> JSON:
         click.UsageError: It can't be read, or is none; the message names the field.
     """
     try:
-        content = load(path.read_text())
-    except OSError as error:
-        raise click.UsageError(f"--write {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise click.UsageError(f"--write {path}: this is not UTF-8") from None
-    except NotYAMLError as error:
-        raise click.UsageError(f"--write {path}: {error}") from None
-    if not isinstance(content, dict) or not isinstance(content.get("applications"), list):
-        raise click.UsageError(f"--write {path}: is no config of Ray Serve: it has no applications")
+        content = read_file(path)
+    except ConfigFileError as error:
+        raise click.UsageError(f"--write {error}") from None
     try:
         _check_form(content["applications"])
     except ValueError as error:

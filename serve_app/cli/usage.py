@@ -15,11 +15,10 @@ import click
 from serve_app.cli.option_values import moment, parsed
 from serve_app.ledger.prices import NOTHING, Prices, prices_of
 from serve_app.ledger.report import BY, LedgerError, LedgerFiles, Line, Total
-from serve_app.settings.completion import IMPORT_PATH
+from serve_app.settings.config_file import ConfigFileError, mapping, own_applications, read_file
 from serve_app.settings.schema import parse
 from serve_app.settings.usage import UsageSettings
 from serve_app.system.command_line import WrongInput
-from serve_app.system.yaml_text import load
 
 NUMBERS = ("calls", "prompt_tokens", "cached_tokens", "output_tokens", "cost", "wait_s", "engine_s")
 
@@ -125,15 +124,10 @@ def usage(
 def _settings(path: Path) -> UsageSettings:
     """Return the part `usage` of a config."""
     try:
-        content = load(path.read_text())
-        apps = content["applications"] if isinstance(content, dict) else []
-        found = [parse(app.get("args") or {}).usage for app in apps if app.get("import_path") == IMPORT_PATH]
-    except OSError as error:
-        raise WrongInput(f"{path}: {error.strerror}") from None
+        apps = own_applications(read_file(path)).values()
+        found = [parse(mapping(app.get("args"))).usage for app in apps]
     except ValueError as error:
-        raise WrongInput(f"{path}: {error}") from None
-    except (KeyError, TypeError, AttributeError):
-        raise WrongInput(f"{path}: this is no config of Ray Serve") from None
+        raise WrongInput(str(error) if isinstance(error, ConfigFileError) else f"{path}: {error}") from None
     with_ledger = [each for each in found if each.ledger]
     if len({each.ledger.folder for each in with_ledger if each.ledger}) > 1:
         raise WrongInput(f"{path}: its applications have several ledgers; name one of them")

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from serve_app.api.protocol import JSON, SamplingFields
 from serve_app.api.scheduling import TIER_PRIORITY
 from serve_app.jobs.errors import RunError
+from serve_app.system.command_line import Number
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -101,38 +102,19 @@ class GroupedCommand(click.Command):
                 formatter.write_dl(records)
 
 
-def _number(text: str, least: int) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        raise click.BadParameter(f"must be a whole number, not {text!r}") from None
-    if number < least:
-        raise click.BadParameter(f"must be {least} or more, not {number}")
-    if number > sys.maxsize:
-        raise click.BadParameter(f"must be {sys.maxsize} or less, not {number}")
-    return number
+SECONDS = Number(0, min_open=True)
 
 
-def _positive(text: str) -> int:
-    return _number(text, 1)
+class _Concurrency(click.ParamType["int | str"]):
+    """A number of calls, or `auto`."""
 
+    name = "number"
 
-def _not_negative(text: str) -> int:
-    return _number(text, 0)
-
-
-def _concurrency(text: str) -> int | Literal["auto"]:
-    return "auto" if text == "auto" else _number(text, 1)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise click.BadParameter(f"must be a number of seconds above 0, not {text!r}")
-    return seconds
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int | Literal["auto"]:
+        """Return the number, or "auto"."""
+        return "auto" if value == "auto" else click.IntRange(1, sys.maxsize).convert(value, param, ctx)
 
 
 def _option(name: str, help: str, *others: str, **attributes: Any) -> click.Option:
@@ -240,7 +222,7 @@ GROUPS: dict[str, list[click.Parameter]] = {
         _option(
             "--limit",
             "Take the first N rows; 10 are enough for a first look at the answers.",
-            type=_positive,
+            type=click.IntRange(1, sys.maxsize),
             metavar="N",
         ),
         _option(
@@ -266,7 +248,7 @@ GROUPS: dict[str, list[click.Parameter]] = {
             "--chunk",
             "Rows in one call: more cost less per row, fewer lose less if a call fails.",
             "--chunk-size",
-            type=_positive,
+            type=click.IntRange(1, sys.maxsize),
             default=1,
             metavar="N",
         ),
@@ -276,7 +258,7 @@ GROUPS: dict[str, list[click.Parameter]] = {
             "several times as many rows in flight as the engines run at once (max_num_seqs x replicas, "
             "divided by --chunk).",
             "--max-concurrency",
-            type=_concurrency,
+            type=_Concurrency(),
             default="auto",
             metavar="N|auto",
         ),
@@ -285,12 +267,18 @@ GROUPS: dict[str, list[click.Parameter]] = {
             "Times that a failed row is sent again, after 0.5 s, 1 s, 2 s up to 60 s, or the time that the "
             "service asks for. 20 outlast about ten minutes without a service. A full queue (429) is waited "
             "out and doesn't count.",
-            type=_not_negative,
+            type=click.IntRange(0, sys.maxsize),
             default=20,
             metavar="N",
         ),
         *(
-            _option(f"--{name}-timeout", f"Seconds {text}", type=_seconds, default=seconds, metavar="S")
+            _option(
+                f"--{name}-timeout",
+                f"Seconds {text}",
+                type=Number(0, min_open=True),
+                default=seconds,
+                metavar="S",
+            )
             for name, seconds, text in TIMEOUTS
         ),
     ],

@@ -6,17 +6,14 @@ config sets for one of them, gets the same value for the other.
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from serve_app.api.protocol import JSON
 from serve_app.settings.addresses import is_loopback
+from serve_app.settings.config_file import environment_of, mapping, models_of, own_applications
 from serve_app.settings.environment import CONTROLLER, DRAINING, OFFLINE, REPLICAS, SHARED, Variable
 from serve_app.settings.sources import DEMO_MODEL
-
-IMPORT_PATH = "serve_app.app:build"
-"""The `import_path` of this project's applications."""
 
 OWN_FUNCTIONS = "serve_app."
 """Beginning of the `target` of functions that load no file from elsewhere."""
@@ -44,20 +41,16 @@ def missing_variables(config: JSON) -> Missing:
     Args:
         config: A Serve config. A part of a wrong type counts as left out.
     """
-    apps = {
-        index: app
-        for index, app in enumerate(_list(config.get("applications")))
-        if _mapping(app).get("import_path") == IMPORT_PATH
-    }
+    apps = own_applications(config)
     if not apps:
         return Missing()
-    controller = _environment(config.get("controller_options"))
-    replicas = {index: _environment(app) for index, app in apps.items()}
+    controller = environment_of(config.get("controller_options"))
+    replicas = {index: environment_of(app) for index, app in apps.items()}
     said = {name: value for own in (*replicas.values(), controller) for name, value in own.items()}
     agreed = [replace(one, value=str(said[one.name]), reason="") for one in SHARED if one.name in said]
     # Ray Serve's default is all interfaces.
-    one_machine = is_loopback(str(_mapping(config.get("http_options")).get("host")))
-    models = [model for app in apps.values() for model in _models(app)]
+    one_machine = is_loopback(str(mapping(config.get("http_options")).get("host")))
+    models = [model for app in apps.values() for model in models_of(app)]
     offline = bool(models) and all(map(_needs_no_download, models))
     chosen = [REPLICAS, *([DRAINING] if one_machine else []), *([OFFLINE] if offline else []), *agreed]
     return Missing(
@@ -75,7 +68,7 @@ def complete_config(config: JSON) -> JSON:
     missing = missing_variables(config)
     whole = copy.deepcopy(config)
     if missing.controller:
-        whole["controller_options"] = _mapping(whole.get("controller_options"))
+        whole["controller_options"] = mapping(whole.get("controller_options"))
         _add(whole["controller_options"], missing.controller)
     for index, variables in missing.applications.items():
         if variables:
@@ -84,9 +77,9 @@ def complete_config(config: JSON) -> JSON:
 
 
 def _add(section: JSON, variables: tuple[Variable, ...]) -> None:
-    section["runtime_env"] = runtime_env = _mapping(section.get("runtime_env"))
+    section["runtime_env"] = runtime_env = mapping(section.get("runtime_env"))
     added = {variable.name: variable.value for variable in variables}
-    runtime_env["env_vars"] = added | _mapping(runtime_env.get("env_vars"))
+    runtime_env["env_vars"] = added | mapping(runtime_env.get("env_vars"))
 
 
 def _needs_no_download(model: JSON) -> bool:
@@ -94,19 +87,3 @@ def _needs_no_download(model: JSON) -> bool:
     if model.get("kind") == "function":
         return str(model.get("target")).startswith(OWN_FUNCTIONS)
     return model.get("simulate") is not None or model.get("source") == DEMO_MODEL
-
-
-def _models(app: JSON) -> Iterator[JSON]:
-    return map(_mapping, _list(_mapping(app.get("args")).get("models")))
-
-
-def _environment(section: Any) -> JSON:
-    return _mapping(_mapping(_mapping(section).get("runtime_env")).get("env_vars"))
-
-
-def _mapping(value: Any) -> JSON:
-    return value if isinstance(value, dict) else {}
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []

@@ -4,7 +4,7 @@ from copy import deepcopy
 from typing import Any
 
 from serve_app.api.protocol import JSON
-from serve_app.settings.completion import IMPORT_PATH
+from serve_app.settings.config_file import IMPORT_PATH
 from serve_app.settings.schema import Settings
 from serve_app.settings.user_config import UserConfig
 

@@ -3,12 +3,13 @@
 serve_app/docs/reference/exit-codes.md has the rule of the exit codes.
 """
 
+import math
 import os
 import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
@@ -20,6 +21,19 @@ class WrongInput(click.ClickException):
     """A file that the command names, or its content, is wrong: nothing was done."""
 
     exit_code = USAGE
+
+
+class Number(click.FloatRange):
+    """A number within a range; neither infinity nor "nan" is one."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the number that an option states."""
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is no number in the range {self._describe_range()}.", param, ctx)
+        return number
 
 
 MOST_SHOWN = 300

@@ -16,7 +16,8 @@ from serve_app.app import build
 from serve_app.cli.config_text import completed
 from serve_app.cli.serve_config import read_config
 from serve_app.engine.autoscaling import ByTokens
-from serve_app.settings.completion import IMPORT_PATH, complete_config
+from serve_app.settings.completion import complete_config
+from serve_app.settings.config_file import IMPORT_PATH
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.schema import parse
 

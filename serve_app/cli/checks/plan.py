@@ -7,11 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from serve_app.api.protocol import JSON
-from serve_app.settings.completion import IMPORT_PATH, complete_config
+from serve_app.settings.completion import complete_config
+from serve_app.settings.config_file import (
+    ConfigFileError,
+    environment_of,
+    items,
+    mapping,
+    own_applications,
+    read_file,
+)
 from serve_app.settings.environment import CONTROLLER, HAPROXY
 from serve_app.settings.models import LLMSettings, ModelSettings
 from serve_app.settings.schema import SettingsError, parse
-from serve_app.system.yaml_text import load
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,21 +81,19 @@ class Plan:
 def read_plan(path: Path) -> Plan:
     """Read the needs of a config; what is wrong in it is left out, since another check tells it."""
     try:
-        content = load(path.read_text())
-    except (OSError, ValueError):
+        config = complete_config(read_file(path))
+    except ConfigFileError:
         return Plan(path)
-    config = complete_config(_mapping(content))
-    http = _mapping(config.get("http_options"))
+    http = mapping(config.get("http_options"))
     controller = _variables(config.get("controller_options"))
-    apps = [app for app in _list(config.get("applications")) if app.get("import_path") == IMPORT_PATH]
     models: list[ModelSettings] = []
     keys_files: list[Path] = []
     deployments: list[Deployment] = []
     variables = dict(controller)
-    for app in apps:
+    for app in own_applications(config).values():
         variables |= _variables(app)
         try:
-            settings = parse(_mapping(app.get("args")))
+            settings = parse(mapping(app.get("args")))
         except SettingsError:
             settings = None
         own = settings.models if settings else []
@@ -111,11 +116,11 @@ def read_plan(path: Path) -> Plan:
 
 
 def _deployments(app: JSON, models: list[ModelSettings]) -> Iterator[Deployment]:
-    given = {str(one.get("name")): one for one in _list(app.get("deployments"))}
+    given = {str(one.get("name")): one for one in _mappings(app.get("deployments"))}
     for name in ("Ingress", *(f"Engine:{model.id}" for model in models)):
         one = given.get(name, {})
-        options = _mapping(one.get("ray_actor_options"))
-        scaling = _mapping(one.get("autoscaling_config"))
+        options = mapping(one.get("ray_actor_options"))
+        scaling = mapping(one.get("autoscaling_config"))
         replicas = one.get("num_replicas")
         if not isinstance(replicas, int):
             replicas = scaling.get("initial_replicas") or scaling.get("min_replicas") or 1
@@ -130,16 +135,11 @@ def _deployments(app: JSON, models: list[ModelSettings]) -> Iterator[Deployment]
 
 def _variables(part: Any) -> dict[str, str]:
     """Return the environment variables of a part of the config."""
-    found = _mapping(_mapping(_mapping(part).get("runtime_env")).get("env_vars"))
-    return {str(name): str(value) for name, value in found.items()}
+    return {str(name): str(value) for name, value in environment_of(part).items()}
 
 
-def _mapping(value: Any) -> JSON:
-    return value if isinstance(value, dict) else {}
-
-
-def _list(value: Any) -> list[JSON]:
-    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+def _mappings(value: Any) -> list[JSON]:
+    return [one for one in items(value) if isinstance(one, dict)]
 
 
 def _number(value: Any, default: float) -> float:

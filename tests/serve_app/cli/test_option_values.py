@@ -1,36 +1,8 @@
 from datetime import UTC, datetime, timedelta
 
-import click
 import pytest
-from click.testing import CliRunner
 
-from serve_app.cli.option_values import between, moment, parsed
-
-
-@click.command()
-@click.option("--share", callback=parsed(between(0, 1)))
-def command(share: float | None) -> None:
-    click.echo(repr(share))
-
-
-@pytest.mark.parametrize(("text", "value"), [("0", 0.0), ("0.25", 0.25), ("1e-3", 0.001), ("1", 1.0)])
-def test_a_number_in_its_range_is_taken(text: str, value: float) -> None:
-    assert between(0, 1)(text) == value
-
-
-@pytest.mark.parametrize("text", ["-0.1", "1.01", "nan", "inf", "-inf", "", "half", "1,5"])
-def test_another_number_is_refused_with_its_range(text: str) -> None:
-    with pytest.raises(ValueError, match=r"^must be a number from 0 to 1, not "):
-        between(0, 1)(text)
-
-
-def test_the_option_is_named_and_may_be_left_out() -> None:
-    runner = CliRunner()
-    assert runner.invoke(command, []).output == "None\n"
-    assert runner.invoke(command, ["--share", "0.5"]).output == "0.5\n"
-    wrong = runner.invoke(command, ["--share", "2"])
-    assert wrong.exit_code == 2
-    assert "Invalid value for '--share': must be a number from 0 to 1, not '2'" in wrong.output
+from serve_app.cli.option_values import moment
 
 
 @pytest.mark.parametrize(

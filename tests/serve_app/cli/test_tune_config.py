@@ -172,9 +172,9 @@ def deployment(text: str) -> str:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("", "is no config of Ray Serve: it has no applications"),
-        ("[]", "is no config of Ray Serve: it has no applications"),
-        ("applications: llm", "is no config of Ray Serve: it has no applications"),
+        ("", "this is no config of Ray Serve: it has no list `applications`"),
+        ("[]", "this is no config of Ray Serve: it has no list `applications`"),
+        ("applications: llm", "this is no config of Ray Serve: it has no list `applications`"),
         ("a: [\n", "this is not YAML: expected the node content"),
         (b"\xff\xfe", "this is not UTF-8"),
         ("applications: [llm]", "applications[0]: must be a mapping, not 'llm'"),

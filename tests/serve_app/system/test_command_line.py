@@ -7,8 +7,9 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
-from serve_app.system.command_line import WrongInput, run
+from serve_app.system.command_line import Number, WrongInput, run
 
 
 @click.group()
@@ -89,7 +90,7 @@ def test_an_interrupt_has_its_exit_code() -> None:
 
 @pytest.mark.parametrize("write", ["click.echo('key')", "print('key')"])
 def test_a_full_disk_is_one_line(write: str) -> None:
-    script = "import click; from serve_app.system.command_line import WrongInput, run\n"
+    script = "import click; from serve_app.system.command_line import run\n"
     script += f"run(click.Command('tool', callback=lambda: {write}))"
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-c", script]
@@ -105,3 +106,21 @@ def test_a_file_that_can_t_be_opened_is_named(capsys: pytest.CaptureFixture[str]
         run(read, [])
     assert ended.value.code == 1
     assert capsys.readouterr().err == f"error: {tmp_path}/gone: No such file or directory\n"
+
+
+@click.command()
+@click.option("--share", type=Number(0, 1))
+def share_command(share: float | None) -> None:
+    click.echo(repr(share))
+
+
+@pytest.mark.parametrize(("text", "value"), [("0", "0.0"), ("0.25", "0.25"), ("1e-3", "0.001"), ("1", "1.0")])
+def test_a_number_in_its_range_is_taken(text: str, value: str) -> None:
+    assert CliRunner().invoke(share_command, ["--share", text]).output == f"{value}\n"
+
+
+@pytest.mark.parametrize("text", ["-0.1", "1.01", "nan", "inf", "-inf", "", "half", "1,5"])
+def test_another_number_is_refused(text: str) -> None:
+    wrong = CliRunner().invoke(share_command, ["--share", text])
+    assert wrong.exit_code == 2
+    assert "Invalid value for '--share'" in wrong.output
