@@ -35,7 +35,7 @@ Maybe = Annotated[ValueT | None, WrapValidator(_or_none)]
 """A value, or None where it has another form."""
 
 
-class Part(BaseModel):
+class StatsPart(BaseModel):
     """A part of the statistics."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
@@ -45,7 +45,7 @@ class Part(BaseModel):
         return self.model_dump(mode="json", exclude_unset=True)
 
 
-class Use(Part):
+class Use(StatsPart):
     """Calls and tokens of a tenant in a replica, since the start of the replica."""
 
     calls: int = Field(default=0, description="Calls that have ended.")
@@ -55,14 +55,14 @@ class Use(Part):
     cost: int = Field(default=0, description="Cost of the records of a function.")
 
 
-class EngineTokens(Part):
+class EngineTokens(StatsPart):
     """Tokens as the engine counts them, step by step, since its start."""
 
     prompt: int = Field(default=0, description="Tokens of prompts.")
     output: int = Field(default=0, description="Tokens of answers.")
 
 
-class Usage(Part):
+class ReplicaUsage(StatsPart):
     """What a replica was used for since its start."""
 
     tenants: Maybe[dict[str, Maybe[Use]]] = Field(default=None, description="By tenant.")
@@ -74,7 +74,7 @@ class Usage(Part):
     )
 
 
-class Turn(Part):
+class Turn(StatsPart):
     """The turn of a replica whose model shares its device with others."""
 
     group: str = Field(default="", description="`share` of the models.")
@@ -87,7 +87,7 @@ class Turn(Part):
     cause: str = Field(default="", description="Why the model can't be used, if it can't.")
 
 
-class AdapterState(Part):
+class AdapterState(StatsPart):
     """A LoRA adapter in a replica."""
 
     id: str = Field(description="The name that clients put in `model`.")
@@ -97,7 +97,7 @@ class AdapterState(Part):
     resident: bool = Field(default=False, description="Whether it is on the device now.")
 
 
-class GoalsInForce(Part):
+class GoalsInForce(StatsPart):
     """The latency goals that hold now."""
 
     ttft_p99_s: Maybe[float] = Field(default=None, description="Seconds to the first token.")
@@ -115,13 +115,13 @@ BatcherStats = Annotated[
 """The statistics of a replica's batcher; the README of `batcher` has their fields."""
 
 
-class ReplicaStats(Part):
+class ReplicaStats(StatsPart):
     """One replica of a model."""
 
     replica: Maybe[str] = Field(default=None, description="Its id in Ray Serve.")
     max_model_len: Maybe[int] = Field(default=None, description="Context of the model, in tokens.")
     goals: Maybe[GoalsInForce] = Field(default=None, description="Latency goals; null: none.")
-    usage: Maybe[Usage] = Field(default=None, description="Its use since its start.")
+    usage: Maybe[ReplicaUsage] = Field(default=None, description="Its use since its start.")
     adapters: Maybe[list[Maybe[AdapterState]]] = Field(default=None, description="LoRA adapters.")
     turn: Maybe[Turn] = Field(default=None, description="For a model that shares its device.")
     batcher: Maybe[BatcherStats] = Field(
@@ -134,14 +134,14 @@ class ReplicaStats(Part):
         return self.batcher if isinstance(self.batcher, ContinuousStats) else None
 
 
-class ModelStats(Part):
+class ModelStats(StatsPart):
     """All replicas of a model."""
 
     replicas: list[ReplicaStats] = Field(description="Those that answered.")
     error: Maybe[str] = Field(default=None, description="Why there are none, where they could not be asked.")
 
 
-class RowCounts(Part):
+class RowCounts(StatsPart):
     """Rows of the open batches."""
 
     waiting: int = Field(default=0, description="Rows that wait.")
@@ -150,7 +150,7 @@ class RowCounts(Part):
     failed: int = Field(default=0, description="Rows without one.")
 
 
-class BatchesStats(Part):
+class BatchesStats(StatsPart):
     """Files and batches."""
 
     batches: dict[str, int] = Field(default_factory=dict, description="Open batches by state.")
@@ -166,7 +166,7 @@ class BatchesStats(Part):
     error: str = Field(default="", description="Why there are no statistics, if there are none.")
 
 
-class LimitStats(Part):
+class LimitStats(StatsPart):
     """One limit of a quota, in the current window."""
 
     limit: int | float = Field(description="What may be used.")
@@ -177,7 +177,7 @@ class LimitStats(Part):
     )
 
 
-class QuotasStats(Part):
+class QuotasStats(StatsPart):
     """The quotas of keys and tenants."""
 
     holders: int = Field(default=0, description="Replicas that report what they use.")
@@ -187,7 +187,7 @@ class QuotasStats(Part):
     error: str = Field(default="", description="Why there are no statistics, if there are none.")
 
 
-class ServiceStats(Part):
+class ServiceStats(StatsPart):
     """The answer to `GET /stats`."""
 
     models: dict[str, ModelStats] = Field(description="By id of the model.")
@@ -211,7 +211,7 @@ class ServiceStats(Part):
         return None
 
 
-class ModelHealth(Part):
+class ModelHealth(StatsPart):
     """The health of a model."""
 
     state: Maybe[str] = Field(default=None, description="`ready`, `asleep` (scaled to zero) or `starting`.")
@@ -220,7 +220,7 @@ class ModelHealth(Part):
     awaits: Maybe[str] = Field(default=None, description="What is missing, in Ray Serve's words.")
 
 
-class ServiceHealth(Part):
+class ServiceHealth(StatsPart):
     """The answer to `GET /health`."""
 
     status: Maybe[str] = Field(

@@ -141,7 +141,7 @@ UNKNOWN = Facts(prompt=None, grammar=True)
 """Facts of a request into whose body nobody has looked."""
 
 
-class Limits(Protocol):
+class RequestLimits(Protocol):
     """Limits of a request, as the settings of the Ingress have them."""
 
     max_prompts: int
@@ -270,7 +270,7 @@ _FORM_FIELDS = ("model", "n", "stream", *LENGTHS[SPEECH[0]])
 
 
 def inspect(
-    body: bytes, path: str, limits: Limits, *, content_type: str = "application/json", model: str = ""
+    body: bytes, path: str, limits: RequestLimits, *, content_type: str = "application/json", model: str = ""
 ) -> Facts:
     """Look into the body of a request once.
 
@@ -352,7 +352,7 @@ def with_priority(body: bytes) -> bytes:
 # JSON
 
 
-def _inspect_json(body: bytes, path: str, limits: Limits) -> Facts:
+def _inspect_json(body: bytes, path: str, limits: RequestLimits) -> Facts:
     content = _checked_fields(body, path, limits)
     if path == PROCESS:
         # A function has no tokens: its calls weigh the same, and their replicas are chosen by load alone.
@@ -372,7 +372,7 @@ def _inspect_json(body: bytes, path: str, limits: Limits) -> Facts:
     )
 
 
-def _read_call(content: dict[str, msgspec.Raw], path: str, limits: Limits) -> Facts:
+def _read_call(content: dict[str, msgspec.Raw], path: str, limits: RequestLimits) -> Facts:
     values = parse_body(_CallFields, _values(content, _CallFields.model_fields))
     prompts = 0
     for name in CALLS[path]:
@@ -393,7 +393,7 @@ def _read_call(content: dict[str, msgspec.Raw], path: str, limits: Limits) -> Fa
     )
 
 
-def _read_openai(content: dict[str, msgspec.Raw], path: str, limits: Limits) -> Facts:
+def _read_openai(content: dict[str, msgspec.Raw], path: str, limits: RequestLimits) -> Facts:
     # A length that the route doesn't read is left out: vLLM ignores it too.
     unread = set(_TOKENS).difference(LENGTHS.get(path, ()))
     values = _values(content, [name for name in _OpenAIFields.model_fields if name not in unread])
@@ -423,7 +423,7 @@ def _read_openai(content: dict[str, msgspec.Raw], path: str, limits: Limits) -> 
     )
 
 
-def _facts_of_fields(values: dict[str, Any], path: str, limits: Limits) -> Facts:
+def _facts_of_fields(values: dict[str, Any], path: str, limits: RequestLimits) -> Facts:
     """Return the facts of the fields of a route of vLLM, without those of its prompts."""
     asked = parse_body(_OpenAIFields, values)
     if asked.background not in (None, False):
@@ -448,7 +448,7 @@ def _facts_of_fields(values: dict[str, Any], path: str, limits: Limits) -> Facts
     )
 
 
-def _checked_fields(body: bytes, path: str, limits: Limits) -> dict[str, msgspec.Raw]:
+def _checked_fields(body: bytes, path: str, limits: RequestLimits) -> dict[str, msgspec.Raw]:
     """Return the fields of a JSON object, each as text, once the count of its values is checked."""
     most = limits.max_values
     many = not _is_within(body, most, numbers=1)
@@ -534,7 +534,7 @@ def _length(text: msgspec.Raw) -> int | None:
     return len(_LIST.decode(text)) if _LIST_START.match(text) else None
 
 
-def _check_parts(name: str, text: msgspec.Raw, limits: Limits) -> None:
+def _check_parts(name: str, text: msgspec.Raw, limits: RequestLimits) -> None:
     """Check the messages in a list, or a list of lists, and the parts of their contents."""
     most = limits.max_messages
     raw = bytes(text)
@@ -633,7 +633,7 @@ _FORM = re.compile(rb"[\r\n]*--")
 """The beginning of a form with files."""
 
 
-def _inspect_form(body: bytes, content_type: str, model: str, path: str, limits: Limits) -> Facts:
+def _inspect_form(body: bytes, content_type: str, model: str, path: str, limits: RequestLimits) -> Facts:
     """Return the facts of a form with a file, whose bytes say nothing about its tokens."""
     if not _FORM.match(body):
         # An Engine may parse it as JSON, whatever its type. No parser of JSON gets past the start of a form.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from serve_app.auth.keys import Key, read_keys
 from serve_app.settings.schema import SettingsError
-from serve_app.system.yaml_text import FormError, dump, load, updated
+from serve_app.system.yaml_text import YAMLFormError, dump, load, updated
 
 
 class RotationError(ValueError):
@@ -84,7 +84,7 @@ def _changed(text: str, key: Key, hashes: Sequence[str]) -> str:
         changed = updated(text, content)
         if read_keys(changed, "the changed keys file") == expected:
             return changed
-    except (FormError, SettingsError):
+    except (YAMLFormError, SettingsError):
         pass
     raise RotationError(
         f"the entry of {key.name} has a form that can't be changed in place; change its sha256 by hand, "

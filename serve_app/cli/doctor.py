@@ -9,9 +9,9 @@ import click
 
 from serve_app.cli.checks.cluster import check_cluster
 from serve_app.cli.checks.config import check_config
-from serve_app.cli.checks.finding import Case, Check, Finding, Level, warning
+from serve_app.cli.checks.finding import Check, CheckInput, Finding, Level, warning
 from serve_app.cli.checks.gpus import check_driver, check_gpus
-from serve_app.cli.checks.plan import Plan, read_plan
+from serve_app.cli.checks.needs import Needs, read_needs
 from serve_app.cli.checks.ports import check_leftovers, check_ports
 from serve_app.cli.checks.private_files import check_private_files
 from serve_app.cli.checks.resources import (
@@ -23,7 +23,7 @@ from serve_app.cli.checks.resources import (
 )
 from serve_app.cli.checks.software import check_byte_code, check_haproxy, check_packages, check_python
 from serve_app.cli.checks.sources import check_sources
-from serve_app.cli.machine import Machine
+from serve_app.cli.machine import MachineFacts
 
 CHECKS: Mapping[str, Check] = {
     "config": check_config,
@@ -80,9 +80,9 @@ def doctor(config: Path | None, address: str | None, as_json: bool) -> int:
     """
     if config is not None and not config.is_file():
         raise click.UsageError(f"{config}: there is no such file")
-    plan = Plan() if config is None else read_plan(config)
+    needs = Needs() if config is None else read_needs(config)
     address = address or os.environ.get("RAY_ADDRESS")
-    case = Case(Machine(), plan, None if address == "local" else address)
+    case = CheckInput(MachineFacts(), needs, None if address == "local" else address)
     found = []
     for name, finding in examine(case, CHECKS):
         found.append((name, finding))
@@ -104,7 +104,7 @@ def doctor(config: Path | None, address: str | None, as_json: bool) -> int:
     return 1 if problems else 0
 
 
-def examine(case: Case, checks: Mapping[str, Check]) -> Iterator[tuple[str, Finding]]:
+def examine(case: CheckInput, checks: Mapping[str, Check]) -> Iterator[tuple[str, Finding]]:
     """Yield the finding of each check that plays a part; one that fails itself is a warning."""
     for name, check in checks.items():
         try:

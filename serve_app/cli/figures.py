@@ -78,7 +78,7 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True)
-class Replica:
+class ReplicaFigures:
     """One replica of a model.
 
     Attributes:
@@ -95,7 +95,7 @@ class Replica:
 
 
 @dataclass(frozen=True, slots=True)
-class Adapter:
+class AdapterFigures:
     """A LoRA adapter of a model.
 
     Attributes:
@@ -112,7 +112,7 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ModelFigures:
     """One model.
 
     Attributes:
@@ -132,12 +132,12 @@ class Model:
     simulated: str | None
     ready_replicas: int | None
     figures: Figures
-    replicas: Sequence[Replica]
-    adapters: Sequence[Adapter]
+    replicas: Sequence[ReplicaFigures]
+    adapters: Sequence[AdapterFigures]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tenant:
+class TenantFigures:
     """Usage of a tenant, of all models together, since their replicas started.
 
     Attributes:
@@ -174,8 +174,8 @@ class View:
     url: str
     time: str
     interval_s: float | None
-    models: Sequence[Model]
-    tenants: Sequence[Tenant]
+    models: Sequence[ModelFigures]
+    tenants: Sequence[TenantFigures]
     batches: BatchesStats | None
 
     def body(self) -> JSON:
@@ -282,7 +282,7 @@ class _Growth:
 
 def _model(
     id: str, report: ModelStats, health: ModelHealth, entries: Entries, earlier: Entries, growth: _Growth
-) -> Model:
+) -> ModelFigures:
     replicas = [_replica(name, entry, earlier.get(name), growth) for name, entry in entries.items()]
     error = report.error or ""
     state = _state(health, replicas, error)
@@ -290,12 +290,12 @@ def _model(
     if state == "failed":
         detail = next((one.turn.cause for one in replicas if one.turn and one.turn.cause), "")
     figures = _sum([one.figures for one in replicas])
-    return Model(
+    return ModelFigures(
         id, state, detail, health.simulated, health.replicas, figures, replicas, _adapters(entries.values())
     )
 
 
-def _state(health: ModelHealth, replicas: Sequence[Replica], error: str) -> str:
+def _state(health: ModelHealth, replicas: Sequence[ReplicaFigures], error: str) -> str:
     if error and not replicas:
         return "error"
     if not replicas:
@@ -309,10 +309,10 @@ def _state(health: ModelHealth, replicas: Sequence[Replica], error: str) -> str:
     return "asleep" if "asleep" in turns else "failed"
 
 
-def _replica(name: str, entry: ReplicaStats, earlier: ReplicaStats | None, growth: _Growth) -> Replica:
+def _replica(name: str, entry: ReplicaStats, earlier: ReplicaStats | None, growth: _Growth) -> ReplicaFigures:
     stats = entry.batcher
     if stats is None:
-        return Replica(name, False, entry.turn, Figures())
+        return ReplicaFigures(name, False, entry.turn, Figures())
     window: JSON = {}
     if isinstance(stats, ContinuousStats):
         window = {
@@ -340,7 +340,7 @@ def _replica(name: str, entry: ReplicaStats, earlier: ReplicaStats | None, growt
         **{name: getattr(stats, f"total_{name}") for name in OUTCOMES},
         **window,
     )
-    return Replica(name, True, entry.turn, figures)
+    return ReplicaFigures(name, True, entry.turn, figures)
 
 
 def _sum(parts: Sequence[Figures]) -> Figures:
@@ -389,10 +389,10 @@ class _Tenants:
                 if rate is not None:
                     self._rates[name] = self._rates.get(name, 0.0) + rate
 
-    def sorted(self) -> list[Tenant]:
+    def sorted(self) -> list[TenantFigures]:
         """Return the tenants, those with the most tokens per second and in all first."""
         found = [
-            Tenant(
+            TenantFigures(
                 tenant=name,
                 calls=sums["calls"],
                 prompt_tokens=sums["prompt"],
@@ -410,14 +410,16 @@ class _Tenants:
         )
 
 
-def _adapters(entries: Iterable[ReplicaStats]) -> list[Adapter]:
-    found: dict[str, Adapter] = {}
+def _adapters(entries: Iterable[ReplicaStats]) -> list[AdapterFigures]:
+    found: dict[str, AdapterFigures] = {}
     for entry in entries:
         for one in entry.adapters or ():
             if one is not None:
-                known = found.get(one.id, Adapter(one.id, False, 0, 0))
+                known = found.get(one.id, AdapterFigures(one.id, False, 0, 0))
                 resident = known.resident + one.resident
-                found[one.id] = Adapter(one.id, known.pinned or one.pinned, known.replicas + 1, resident)
+                found[one.id] = AdapterFigures(
+                    one.id, known.pinned or one.pinned, known.replicas + 1, resident
+                )
     return list(found.values())
 
 

@@ -22,7 +22,7 @@ from serve_app.cli.preflight import (
     starts_ray,
 )
 from serve_app.cli.readiness import last_error, wait_ready
-from serve_app.cli.runs import MARK, Run, find_runs, this_run
+from serve_app.cli.runs import MARK, RunningService, find_runs, this_run
 from serve_app.cli.serve_config import (
     answer_s,
     asks_for_keys,
@@ -202,7 +202,7 @@ def _load() -> str:
     return f"the machine is busy ({text})" if load > cores else text
 
 
-def _end_leftovers() -> list[Run]:
+def _end_leftovers() -> list[RunningService]:
     """End the processes of services whose launcher was killed; return the services that run."""
     runs = find_runs()
     for run in runs:

@@ -43,7 +43,7 @@ class Owned(NamedTuple):
     mode: int
 
 
-class Machine:
+class MachineFacts:
     """This machine.
 
     Args:

@@ -35,7 +35,7 @@ def check_folder(option: str, file: Path | None) -> None:
         raise click.UsageError(f"{option} {file}: there is no folder {file.parent}")
 
 
-def moment(text: str) -> datetime:
+def parse_time(text: str) -> datetime:
     """Return the time that a text states, in UTC: so long ago, or a date.
 
     Raises:

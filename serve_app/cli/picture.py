@@ -9,7 +9,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from serve_app.cli.figures import Figures, Model, Replica, Tenant, View
+from serve_app.cli.figures import Figures, ModelFigures, ReplicaFigures, TenantFigures, View
 
 MOST_REPLICAS, MOST_TENANTS, MOST_ADAPTERS = 16, 10, 8
 """Most lines of each kind; the JSON has all of them."""
@@ -86,7 +86,7 @@ def _head(view: View) -> Text:
     )
 
 
-def _models(models: Sequence[Model], console: Console) -> Table:
+def _models(models: Sequence[ModelFigures], console: Console) -> Table:
     """Return the table of the models, with as many columns as there is space for."""
     columns = [
         column
@@ -101,7 +101,7 @@ def _models(models: Sequence[Model], console: Console) -> Table:
         columns.remove(widest)
 
 
-def _models_table(models: Sequence[Model], columns: Sequence[Column]) -> Table:
+def _models_table(models: Sequence[ModelFigures], columns: Sequence[Column]) -> Table:
     table = _table("model", "state")
     for column in columns:
         table.add_column(column.head, justify="right", no_wrap=True)
@@ -117,12 +117,12 @@ def _models_table(models: Sequence[Model], columns: Sequence[Column]) -> Table:
     return table
 
 
-def _is_detailed(model: Model) -> bool:
+def _is_detailed(model: ModelFigures) -> bool:
     """Return whether the replicas of a model have lines of their own: one alone says nothing new."""
     return len(model.replicas) > 1 or any(not one.statistics or one.turn for one in model.replicas)
 
 
-def _model_state(model: Model) -> Text:
+def _model_state(model: ModelFigures) -> Text:
     there = len(model.replicas)
     replicas = "" if not there and not model.ready_replicas else f" {there}"
     if model.ready_replicas is not None and model.ready_replicas != there:
@@ -130,14 +130,14 @@ def _model_state(model: Model) -> Text:
     return Text(plain(model.state) + replicas, style=STYLES.get(model.state, "yellow"))
 
 
-def _replica_state(replica: Replica) -> Text:
+def _replica_state(replica: ReplicaFigures) -> Text:
     if not replica.statistics:
         return Text("no statistics", style="yellow")
     state = "" if replica.turn is None else plain(replica.turn.state)
     return Text(state, style=STYLES.get(state, "yellow"))
 
 
-def _adapters(model: Model) -> Text:
+def _adapters(model: ModelFigures) -> Text:
     shown = [
         f"{plain(one.id)} {one.resident}/{one.replicas}{' pinned' if one.pinned else ''}"
         for one in model.adapters[:MOST_ADAPTERS]
@@ -149,7 +149,7 @@ def _adapters(model: Model) -> Text:
     )
 
 
-def _tenants(tenants: Sequence[Tenant], console: Console) -> Table:
+def _tenants(tenants: Sequence[TenantFigures], console: Console) -> Table:
     heads = {"tok/s": 0, "calls": 1, "tokens in": 2, "cached": 4, "tokens out": 3}
     if any(one.cost for one in tenants):
         heads["cost"] = 5

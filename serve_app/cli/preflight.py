@@ -12,7 +12,7 @@ from ray._private.authentication.authentication_token_generator import generate_
 from ray._private.utils import read_ray_address
 
 from serve_app.cli.errors import LaunchError
-from serve_app.cli.runs import Run
+from serve_app.cli.runs import RunningService
 from serve_app.ingress import haproxy
 from serve_app.ingress.haproxy import LEAST_CONNECTIONS, open_files
 from serve_app.system.private_files import close_to_others, new_private_file, token_file
@@ -21,7 +21,7 @@ OPEN_FILES = open_files(LEAST_CONNECTIONS)
 """Open files that HAProxy asks for at its start at least; with more, it has more connections."""
 
 
-def check_port(host: str, port: int, runs: list[Run]) -> None:
+def check_port(host: str, port: int, runs: list[RunningService]) -> None:
     """Check that a service can listen on a port.
 
     Args:

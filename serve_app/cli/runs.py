@@ -17,7 +17,7 @@ GRACE_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunningService:
     """One service.
 
     Attributes:
@@ -62,17 +62,17 @@ class Run:
         return end_all(self.processes, GRACE_S)
 
 
-def this_run(port: int) -> Run:
+def this_run(port: int) -> RunningService:
     """Return the service that this process launches."""
-    return Run(port, os.getpid(), start_time(os.getpid()) or 0, _namespace())
+    return RunningService(port, os.getpid(), start_time(os.getpid()) or 0, _namespace())
 
 
-def find_runs() -> list[Run]:
+def find_runs() -> list[RunningService]:
     """Return the services of this user and this process namespace that have a living process."""
     runs = []
     for mark in set(_marks().values()):
         try:
-            run = Run(*map(int, mark.split(".")))
+            run = RunningService(*map(int, mark.split(".")))
         except (TypeError, ValueError):
             continue
         if run.namespace == _namespace():

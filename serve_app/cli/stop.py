@@ -5,7 +5,7 @@ import time
 
 import click
 
-from serve_app.cli.runs import Run, find_runs
+from serve_app.cli.runs import RunningService, find_runs
 from serve_app.system.progress import Progress
 
 NOW_S = 15.0
@@ -46,7 +46,7 @@ def stop(port: int | None, every: bool, now: bool) -> int:
     return 0
 
 
-def _finish(run: Run, progress: Progress, *, now: bool) -> None:
+def _finish(run: RunningService, progress: Progress, *, now: bool) -> None:
     """Wait for the end of a service, and end the processes that its launcher leaves behind."""
     deadline = time.monotonic() + NOW_S
     launched = run.alive

@@ -12,10 +12,10 @@ import click
 from click.core import ParameterSource
 
 from serve_app.cli.api_key import read_api_key
-from serve_app.cli.option_values import check_folder, moment, parsed
+from serve_app.cli.option_values import check_folder, parse_time, parsed
 from serve_app.cli.plan import NO_PLAN
 from serve_app.cli.tune_config import RunningConfig, read_config, write_config
-from serve_app.cli.tune_run import Question, TuneRun
+from serve_app.cli.tune_run import TuneOptions, TuneRun
 from serve_app.client import ServiceError, base_url
 from serve_app.dataset.errors import RowError
 from serve_app.dataset.options import DEFAULT_URL
@@ -88,7 +88,7 @@ GENERATORS = {"own": Generator, "guidellm": GuideLLM}
 )
 @click.option(
     "--since",
-    callback=parsed(moment),
+    callback=parsed(parse_time),
     metavar="TIME",
     help="With --ledger: calls that ended from then on: 90m, 24h, 7d or 4w ago, or a date. Your busiest "
     "hours say more than all.  [default: 7d]",
@@ -239,7 +239,7 @@ def tune(
         raise click.UsageError("--loop: --rate and --concurrency measure one load; leave it out")
     if apply_ and (beside_batch or loop == "closed" or (concurrency is not None and rate is None)):
         raise click.UsageError("--apply: settings follow from a rate; leave out what measures none")
-    calls = None if ledger is None else read_calls(ledger, since or moment("7d"))
+    calls = None if ledger is None else read_calls(ledger, since or parse_time("7d"))
     try:
         if plot is not None:
             check_plot()
@@ -254,7 +254,7 @@ def tune(
         read_config(write)
     check_folder("--json", json_file)
     check_folder("--plot", plot)
-    question = Question(
+    question = TuneOptions(
         url=url,
         model=model,
         key=read_api_key(api_key_env),

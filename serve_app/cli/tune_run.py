@@ -42,7 +42,7 @@ BATCH_CLIENTS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class TuneOptions:
     """The question of a run.
 
     Attributes:
@@ -123,7 +123,7 @@ class TuneRun:
 
     def __init__(
         self,
-        question: Question,
+        question: TuneOptions,
         config: RunningConfig | None,
         progress: Progress,
         *,

@@ -12,9 +12,9 @@ from typing import Any
 
 import click
 
-from serve_app.cli.option_values import moment, parsed
+from serve_app.cli.option_values import parse_time, parsed
 from serve_app.ledger.prices import NOTHING, Prices, prices_of
-from serve_app.ledger.report import BY, LedgerError, LedgerFiles, Line, Total
+from serve_app.ledger.report import BY, LedgerError, LedgerFiles, ReportLine, Total
 from serve_app.settings.config_file import ConfigFileError, mapping, own_applications, read_file
 from serve_app.settings.schema import parse
 from serve_app.settings.usage import UsageSettings
@@ -49,14 +49,14 @@ def _columns(context: click.Context, parameter: click.Parameter, value: str) -> 
 )
 @click.option(
     "--since",
-    callback=parsed(moment),
+    callback=parsed(parse_time),
     default="30d",
     show_default=True,
     metavar="TIME",
     help="Calls that ended from then on: 90m, 24h, 7d or 4w ago, or a date. All times are UTC.",
 )
 @click.option(
-    "--until", callback=parsed(moment), metavar="TIME", help="Calls that ended before.  [default: now]"
+    "--until", callback=parsed(parse_time), metavar="TIME", help="Calls that ended before.  [default: now]"
 )
 @click.option(
     "--format",
@@ -134,20 +134,20 @@ def _settings(path: Path) -> UsageSettings:
     return next(iter([*with_ledger, *found]), UsageSettings())
 
 
-def _numbers(lines: Sequence[Line], prices: Prices | None) -> list[str]:
+def _numbers(lines: Sequence[ReportLine], prices: Prices | None) -> list[str]:
     """Return the columns of numbers that say something."""
     shown = [name for name in NUMBERS if name != "cost" or any(line.total.cost for line in lines)]
     return [*shown, *(["price"] if prices else [])]
 
 
-def _sum(lines: Sequence[Line], prices: Prices | None) -> Total:
+def _sum(lines: Sequence[ReportLine], prices: Prices | None) -> Total:
     start = Total(price=NOTHING if prices else None)
     return reduce(Total.plus, (line.total for line in lines), start)
 
 
 def _table(
     by: Sequence[str],
-    lines: Sequence[Line],
+    lines: Sequence[ReportLine],
     prices: Prices | None,
     since: datetime,
     until: datetime | None,
@@ -176,7 +176,7 @@ def _table(
 
 def _csv(
     by: Sequence[str],
-    lines: Sequence[Line],
+    lines: Sequence[ReportLine],
     prices: Prices | None,
     since: datetime,
     until: datetime | None,
@@ -193,7 +193,7 @@ def _csv(
 
 def _json(
     by: Sequence[str],
-    lines: Sequence[Line],
+    lines: Sequence[ReportLine],
     prices: Prices | None,
     since: datetime,
     until: datetime | None,
@@ -213,7 +213,7 @@ def _json(
     return json.dumps(body, indent=1, ensure_ascii=False) + "\n"
 
 
-Form = Callable[[Sequence[str], Sequence[Line], Prices | None, datetime, datetime | None], str]
+Form = Callable[[Sequence[str], Sequence[ReportLine], Prices | None, datetime, datetime | None], str]
 
 FORMS: dict[str, Form] = {"table": _table, "csv": _csv, "json": _json}
 
@@ -239,5 +239,5 @@ def _plain(name: str, total: Total) -> Any:
     return round(value, 6) if isinstance(value, float) else value
 
 
-def _time(moment: datetime) -> str:
-    return moment.strftime("%Y-%m-%d %H:%M")
+def _time(parse_time: datetime) -> str:
+    return parse_time.strftime("%Y-%m-%d %H:%M")

@@ -29,7 +29,7 @@ from serve_app.dataset.prompts import Prompter, read_template
 from serve_app.dataset.readers import open_source
 from serve_app.dataset.report import report, table, write_report
 from serve_app.dataset.run import Drive, call_fields
-from serve_app.dataset.stats import RunStats, Service
+from serve_app.dataset.stats import RowService, RunStats
 from serve_app.jobs.errors import RunError
 from serve_app.jobs.http import HTTPClient
 from serve_app.system.command_line import INTERRUPTED, USAGE, run
@@ -271,7 +271,7 @@ class Session:
         if not self._options.quiet:
             print(text, file=sys.stderr)
 
-    def _reach(self) -> Service:
+    def _reach(self) -> RowService:
         options = self._options
         if options.app:
             # Over HTTP a run doesn't load Ray.

@@ -58,7 +58,7 @@ class FormError(CorruptError):
 
 
 @dataclass(slots=True, frozen=True)
-class Row:
+class InputRow:
     """One row of the input.
 
     Attributes:
@@ -70,9 +70,9 @@ class Row:
     values: JSON | RowError
 
 
-def numbered(values: Iterable[JSON | RowError]) -> Iterator[Row]:
+def numbered(values: Iterable[JSON | RowError]) -> Iterator[InputRow]:
     """Number rows, from 0."""
-    return (Row(number, row) for number, row in enumerate(values))
+    return (InputRow(number, row) for number, row in enumerate(values))
 
 
 def read_text(

@@ -21,7 +21,7 @@ from pydantic_core import from_json, to_json
 
 from serve_app.api.protocol import JSON
 from serve_app.dataset.errors import DiskError, OutputError, output_error
-from serve_app.jobs.rows import Result, Tokens
+from serve_app.jobs.rows import Result, RowTokens
 from serve_app.system.disk import sync
 
 Existing = Literal["same", "resume", "overwrite"]
@@ -460,7 +460,7 @@ def _result(line: bytes) -> Result | None:
         return None
     try:
         row = from_json(line)
-        tokens = Tokens(row["prompt_tokens"] or 0, 0, row["completion_tokens"] or 0)
+        tokens = RowTokens(row["prompt_tokens"] or 0, 0, row["completion_tokens"] or 0)
         found = Result(row["row"], line, row["error"] is not None, tokens=tokens)
     except (ValueError, TypeError, KeyError):
         return None

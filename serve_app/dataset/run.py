@@ -21,18 +21,17 @@ from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import TIER_PRIORITY, Scheduling, ServiceTier
 from serve_app.client import RETRYABLE, Backoff
 from serve_app.dataset.errors import CommandError, MissingColumnError, OutputError, RowError, gave_up
-from serve_app.dataset.formats import Row as InputRow
-from serve_app.dataset.formats import numbered
+from serve_app.dataset.formats import InputRow, numbered
 from serve_app.dataset.prompts import Prompter
 from serve_app.dataset.readers import open_source
-from serve_app.dataset.stats import Measured, RunStats, Service
+from serve_app.dataset.stats import Measured, RowService, RunStats
 from serve_app.jobs.errors import GaveUpError, RunError
 from serve_app.jobs.lists import Lists
 from serve_app.jobs.pacing import Auto, Concurrency, Fixed
-from serve_app.jobs.plan import TOGETHER, Line, Planner, Turns
-from serve_app.jobs.rows import Answer, Result, Row, Tokens
+from serve_app.jobs.plan import TOGETHER, InputLine, Planner, Turns
+from serve_app.jobs.rows import Result, Row, RowAnswer, RowTokens
 from serve_app.jobs.runner import Runner, finished
-from serve_app.jobs.scheduler import Run
+from serve_app.jobs.scheduler import BatchRun
 from serve_app.system.waiting import wait_for_event
 
 ENDPOINT = "/generate"
@@ -217,7 +216,7 @@ class ReadAhead:
         self._changed()
 
 
-class DatasetRun(Run):
+class DatasetRun(BatchRun):
     """The rows of a dataset.
 
     Args:
@@ -256,7 +255,7 @@ class DatasetRun(Run):
         """Return the call of the row with this number."""
         return self._fields | {self._field: [prompt], "task_id": f"row_{number}"}
 
-    def result(self, row: Row, answer: Answer, tries: int) -> Result:
+    def result(self, row: Row, answer: RowAnswer, tries: int) -> Result:
         """Return the row of the output.
 
         Raises:
@@ -285,7 +284,7 @@ class DatasetRun(Run):
             "attempts": tries,
             "error": None,
         }
-        return Result(row.line, to_json(line) + b"\n", False, tokens=Tokens(read or 0, 0, written or 0))
+        return Result(row.line, to_json(line) + b"\n", False, tokens=RowTokens(read or 0, 0, written or 0))
 
     def record(self, results: Sequence[Result]) -> None:
         """Record rows of the output."""
@@ -354,7 +353,7 @@ class Drive:
         self,
         rows: Iterable[InputRow],
         prompter: Prompter,
-        service: Service,
+        service: RowService,
         fields: Mapping[str, Any],
         write: Record,
         *,
@@ -523,7 +522,7 @@ def _planned(items: Sequence[Item], run: DatasetRun) -> tuple[list[Row], Turns]:
     turns = array("I", bytes(4 * len(items)))
     rows = [run.row(item) for item in items]
     for number, (item, row) in enumerate(zip(items, rows, strict=True)):
-        planner.add(Line(number, row.text, 0), run.call(item.number, item.prompt))
+        planner.add(InputLine(number, row.text, 0), run.call(item.number, item.prompt))
     plan = planner.finish()
     for number, entry in enumerate(plan):
         turns[entry.turn] = number
@@ -532,7 +531,7 @@ def _planned(items: Sequence[Item], run: DatasetRun) -> tuple[list[Row], Turns]:
 
 async def run(
     dataset: str | Iterable[Mapping[str, Any] | str],
-    client: Service,
+    client: RowService,
     *,
     prompts: Prompter | None = None,
     sampling: Mapping[str, Any] | None = None,

@@ -14,7 +14,7 @@ from batcher.stats import percentiles
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.jobs.pacing import EngineLoad, engine_load
-from serve_app.jobs.rows import Answer, Result
+from serve_app.jobs.rows import Result, RowAnswer
 from serve_app.jobs.runner import Runner
 from serve_app.stats import ReplicaStats
 
@@ -22,12 +22,12 @@ SAMPLE = 10_000
 """Most latencies that are kept for percentiles, drawn uniformly from all calls."""
 
 
-class Service(Protocol):
+class RowService(Protocol):
     """A service, as a run uses it."""
 
     async def send(
         self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None
-    ) -> Answer:
+    ) -> RowAnswer:
         """Send a call and return its answer; see `Client`."""
 
     async def refresh(self) -> None:
@@ -190,14 +190,14 @@ class Measured:
         asleep: Whether the model has no replica, as of the last statistics.
     """
 
-    def __init__(self, service: Service, stats: RunStats) -> None:
+    def __init__(self, service: RowService, stats: RunStats) -> None:
         self.asleep = False
         self._service = service
         self._stats = stats
 
     async def send(
         self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
-    ) -> Answer:
+    ) -> RowAnswer:
         """Send a call and return its answer."""
         started = time.monotonic()
         self._stats.in_flight += 1

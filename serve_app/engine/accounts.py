@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from serve_app.api.errors import RequestError
 from serve_app.api.facts import Facts
 from serve_app.ledger.calls import Call, CallBook, Origin
-from serve_app.ledger.rows import Row
+from serve_app.ledger.rows import LedgerRow
 from serve_app.ledger.writer import Ledger, Writer, new_book
 from serve_app.quotas.client import Handle, QuotaClient, RemoteStore
 from serve_app.quotas.counters import Charge, key_subject, tenant_subject
@@ -137,7 +137,7 @@ class Accounts:
 
         self._loop.call_soon_threadsafe(tell)
 
-    def _died(self, name: str, rows: Callable[[int], list[Row]]) -> None:
+    def _died(self, name: str, rows: Callable[[int], list[LedgerRow]]) -> None:
         if self._client is None or self._loop is None:
             return
 
@@ -148,7 +148,7 @@ class Accounts:
         settling.result(SETTLE_S)
 
 
-def charges_of(rows: Sequence[Row]) -> tuple[Charge, ...]:
+def charges_of(rows: Sequence[LedgerRow]) -> tuple[Charge, ...]:
     """Return what rows have used of the quotas of their keys and tenants."""
     sums: dict[str, tuple[int, int]] = {}
     for row in rows:

@@ -15,7 +15,7 @@ from serve_app.quotas.client import Handle
 from serve_app.stats import Turn
 from serve_app.system import cancellation
 from serve_app.system.rounds import Rounds
-from serve_app.turns.messages import Demand, Order, Report, State
+from serve_app.turns.messages import Order, State, TurnDemand, TurnReport
 
 logger = logging.getLogger("ray.serve")
 
@@ -67,7 +67,7 @@ class Sleeper(Protocol):
 
 
 class Place(NamedTuple):
-    """An engine among those that take turns; see `Report`."""
+    """An engine among those that take turns; see `TurnReport`."""
 
     group: str
     device: str
@@ -75,11 +75,11 @@ class Place(NamedTuple):
     model: str
 
 
-def asking(turns: Handle) -> Callable[[Report], Awaitable[Order]]:
+def asking(turns: Handle) -> Callable[[TurnReport], Awaitable[Order]]:
     """Return what sends a report to the deployment Turns, by its handle."""
     method = turns.options(method_name="exchange", _by_reference=False, request_serialization="pickle")
 
-    async def exchange(report: Report) -> Order:
+    async def exchange(report: TurnReport) -> Order:
         order: Order = await method.remote(report)
         return order
 
@@ -102,7 +102,7 @@ class EngineTurns:
     def __init__(
         self,
         place: Place,
-        exchange: Callable[[Report], Awaitable[Order]],
+        exchange: Callable[[TurnReport], Awaitable[Order]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._place = place
@@ -110,7 +110,7 @@ class EngineTurns:
         self._clock = clock
         self.state: State = "starting"
         self.cause = ""
-        self._told = Report(*place, 0, "starting")
+        self._told = TurnReport(*place, 0, "starting")
         self._answered = True
         self._began = 0
         self._sleep_s = self._wake_s = 0.0
@@ -314,16 +314,16 @@ class EngineTurns:
     def _drained(self) -> bool:
         return not self._batcher.load.running and not self._engine.busy
 
-    def _demand(self) -> Demand:
+    def _demand(self) -> TurnDemand:
         now = self._clock()
         if self.state in {"starting", "loading"}:
-            return Demand(True, waited_s=now - (self._waiting_since or now))
+            return TurnDemand(True, waited_s=now - (self._waiting_since or now))
         load = self._batcher.load
         if self.state == "awake" or not load.waiting:
             self._waiting_since = None
         elif self._waiting_since is None:
             self._waiting_since = now
-        return Demand(
+        return TurnDemand(
             bool(load.running or load.waiting or self._engine.busy),
             load.cost,
             load.priority,
@@ -334,7 +334,7 @@ class EngineTurns:
 
     async def _ask(self) -> Order | None:
         """Report, and return the answer; None: there was none."""
-        self._told = Report(
+        self._told = TurnReport(
             *self._place, self._told.number + 1, self.state, self._demand(), self._sleep_s, self._wake_s
         )
         try:

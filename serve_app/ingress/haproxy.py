@@ -60,7 +60,7 @@ RETRY_S = 5
 """Seconds after which a replica or HAProxy that was away is likely to be back."""
 
 
-class Limits(NamedTuple):
+class ProxyLimits(NamedTuple):
     """The settings of HAProxy that Ray Serve doesn't have.
 
     Attributes:
@@ -79,7 +79,7 @@ class Limits(NamedTuple):
     request_s: int = 30
 
 
-def read_limits(environment: Mapping[str, str] = os.environ, allowed: int = -1) -> Limits:
+def read_limits(environment: Mapping[str, str] = os.environ, allowed: int = -1) -> ProxyLimits:
     """Read the settings from environment variables.
 
     Args:
@@ -102,7 +102,7 @@ def read_limits(environment: Mapping[str, str] = os.environ, allowed: int = -1) 
     # One address can't take what all the others need.
     per_address = _number(environment, PER_ADDRESS, number // 4, 0)
     request_s = _number(environment, REQUEST_S, 30, 1)
-    return Limits(number, per_address, tuple(trusted), host, request_s)
+    return ProxyLimits(number, per_address, tuple(trusted), host, request_s)
 
 
 def connections(environment: Mapping[str, str], allowed: int) -> int:
@@ -165,7 +165,7 @@ def make_folders(environment: Mapping[str, str]) -> None:
             private_folder(folder)
 
 
-def with_limits(template: str, limits: Limits) -> str:
+def with_limits(template: str, limits: ProxyLimits) -> str:
     """Return Ray Serve's template of HAProxy's configuration with the limits and pages.
 
     Raises:
@@ -211,7 +211,7 @@ def with_limits(template: str, limits: Limits) -> str:
 _TABLE = "backend saturate_addresses\n    stick-table type ipv6 size 100k expire 1m store conn_cur\n"
 
 
-def _frontend_lines(limits: Limits) -> list[str]:
+def _frontend_lines(limits: ProxyLimits) -> list[str]:
     lines = [f"    maxconn {limits.connections - 2 * STATISTICS_CONNECTIONS}"]
     if limits.per_address:
         unless = f" unless {{ src {' '.join(limits.trusted)} }}" if limits.trusted else ""

@@ -22,7 +22,7 @@ MAX_AGE_S = 1.0
 them no more often."""
 
 
-class Adapter(NamedTuple):
+class ServedAdapter(NamedTuple):
     """An adapter that is served.
 
     Attributes:
@@ -53,7 +53,7 @@ class ServedModels(Collection[str]):
         self._replicas = replicas
         self._clock = clock
         self._created = int(time.time())
-        self._adapters: dict[str, Adapter] = {}
+        self._adapters: dict[str, ServedAdapter] = {}
         self._adapters_read_at = float("-inf")
         self._adapters_lock = asyncio.Lock()
         self._contexts: dict[str, int] = {}
@@ -169,7 +169,7 @@ class ServedModels(Collection[str]):
         others = {name: adapter for name, adapter in self._adapters.items() if adapter.base != base}
         # One assignment, since other threads read it meanwhile.
         self._adapters = others | {
-            name: Adapter(base, root) for name, root in roots.items() if name not in self._models
+            name: ServedAdapter(base, root) for name, root in roots.items() if name not in self._models
         }
 
     async def context(self, name: str) -> int | None:
@@ -208,7 +208,7 @@ class ServedModels(Collection[str]):
         # Both are looked up at once: the adapter may be unloaded while the context is asked for.
         return self._card(name, self.find(name, allowed), self._adapters.get(name))
 
-    async def _card(self, name: str, model: ModelSettings, adapter: Adapter | None) -> JSON:
+    async def _card(self, name: str, model: ModelSettings, adapter: ServedAdapter | None) -> JSON:
         return {
             "id": name,
             "object": "model",

@@ -54,7 +54,7 @@ def engine_name(model: str) -> str:
 
 
 @dataclass(slots=True, frozen=True)
-class ModelHealth:
+class ModelState:
     """The health of one model.
 
     Attributes:
@@ -74,7 +74,7 @@ class ModelHealth:
 
 
 @dataclass(slots=True, frozen=True)
-class Report:
+class HealthReport:
     """The health of all models of the application.
 
     Attributes:
@@ -83,7 +83,7 @@ class Report:
         others: Replicas that can serve of the deployments `BATCHES` and `QUOTAS`, by name.
     """
 
-    models: dict[str, ModelHealth]
+    models: dict[str, ModelState]
     simulated: Mapping[str, str] = field(default_factory=dict)
     others: Mapping[str, int] = field(default_factory=dict)
 
@@ -130,11 +130,11 @@ class Health:
         self._app = app
         self._models = models
         self._simulated = simulated or {}
-        self._report: Report | None = None
+        self._report: HealthReport | None = None
         self._read_at = float("-inf")
-        self._asking: asyncio.Future[Report] | None = None
+        self._asking: asyncio.Future[HealthReport] | None = None
 
-    async def read(self) -> Report:
+    async def read(self) -> HealthReport:
         """Return a report that is at most `MAX_AGE_S` old, or `MAX_AGE_AWAITED_S`.
 
         Raises:
@@ -149,7 +149,7 @@ class Health:
             # A reader that leaves ends no question: a thread goes on with it, and others wait for the answer.
             return await asyncio.shield(self._asking)
 
-    async def _ask(self) -> Report:
+    async def _ask(self) -> HealthReport:
         try:
             status = await asyncio.to_thread(serve.status)
             self._report = self._judge(status.applications.get(self._app))
@@ -166,23 +166,23 @@ class Health:
         """Return how many replicas of the deployment `BATCHES` or `QUOTAS` can serve, by such a report."""
         return (await self.read()).others.get(name, 0)
 
-    def _judge(self, app: ApplicationStatusOverview | None) -> Report:
+    def _judge(self, app: ApplicationStatusOverview | None) -> HealthReport:
         models = {}
         for model in self._models:
             deployment = app and app.deployments.get(engine_name(model))
             if not deployment:
-                models[model] = ModelHealth(0, False, "the deployment")
+                models[model] = ModelState(0, False, "the deployment")
                 continue
             running = _running(deployment)
             healthy = deployment.status == "HEALTHY"
             awaits = deployment.message or f"an Engine replica (deployment {deployment.status.lower()})"
-            models[model] = ModelHealth(running, healthy and not running, awaits)
+            models[model] = ModelState(running, healthy and not running, awaits)
         others = {
             name: _running(deployment)
             for name in (BATCHES, QUOTAS)
             if (deployment := app and app.deployments.get(name))
         }
-        return Report(models, self._simulated, others)
+        return HealthReport(models, self._simulated, others)
 
 
 def _running(deployment: DeploymentStatusOverview) -> int:

@@ -13,15 +13,15 @@ from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import TIER_PRIORITY, Scheduling
 from serve_app.jobs.content import Contents
 from serve_app.jobs.errors import ContentLostError, DatabaseError, NotFoundError, RunError, StateError
-from serve_app.jobs.forecast import LATEST_S, Demand, Outlook, Profile, Queue, Verdict, in_order
+from serve_app.jobs.forecast import LATEST_S, DayProfile, Outlook, Queue, RowDemand, Verdict, in_order
 from serve_app.jobs.intake import batch_error, sketch, validate
 from serve_app.jobs.key_rules import KeyRules
 from serve_app.jobs.models import MAX_WINDOW_S, Batch, State
 from serve_app.jobs.pacing import Clock, Meter
 from serve_app.jobs.plan import TOGETHER, Unsent, plan_id, unsent
-from serve_app.jobs.rows import Answer, Client, Result, Row, answered, together, work_of
+from serve_app.jobs.rows import Result, Row, RowAnswer, RowClient, answered, together, work_of
 from serve_app.jobs.runner import Runner, finished
-from serve_app.jobs.scheduler import Run
+from serve_app.jobs.scheduler import BatchRun
 from serve_app.jobs.storage import close, give_up, record, remove_expired
 from serve_app.jobs.store import Store
 from serve_app.system.waiting import wait_for_event
@@ -53,7 +53,7 @@ TIDY_S = 600.0
 """Seconds between two deletions of files and batches whose time is over."""
 
 
-class OpenBatch(Run):
+class OpenBatch(BatchRun):
     """A batch that hasn't ended, and what of it is in memory.
 
     Args:
@@ -110,7 +110,7 @@ class OpenBatch(Run):
         """Return the body to send, in the tier of batches."""
         return row.body()
 
-    def result(self, row: Row, answer: Answer, tries: int) -> Result:
+    def result(self, row: Row, answer: RowAnswer, tries: int) -> Result:
         """Return the line of the output or the error file."""
         return answered(self.batch.id, row, answer.status, answer.body)
 
@@ -161,7 +161,7 @@ class BatchRunner:
         self,
         store: Store,
         content: Contents,
-        client: Client,
+        client: RowClient,
         rules: KeyRules,
         *,
         tick_s: float = 1.0,
@@ -173,7 +173,7 @@ class BatchRunner:
         self.rows = Runner(client, changed=self._changed.set, paced=self._measure, again_s=tick_s, **options)
         self.warnings: dict[str, str] = {}
         self.verdicts: Counter[Verdict] = Counter()
-        self._profiles = {model: Profile(hours) for model, hours in store.capacity().items()}
+        self._profiles = {model: DayProfile(hours) for model, hours in store.capacity().items()}
         self._unsaved: set[str] = set()
         self._latest: list[Batch] = []
         self._forecast_at = float("-inf")
@@ -317,7 +317,7 @@ class BatchRunner:
 
     def _queue(self, model: str, batches: list[Batch], latest: list[Batch]) -> Queue:
         now = self._clock()
-        demand = Demand([one for one in latest if self._profile_of(one) == model], now)
+        demand = RowDemand([one for one in latest if self._profile_of(one) == model], now)
         profile = self._profiles.get(model)
         return Queue(batches, profile.ahead(now) if profile else None, demand, now)
 
@@ -365,7 +365,7 @@ class BatchRunner:
             one = min(unvalidated, key=lambda one: self._validated.get(one.tenant, 0))
             self._validated[one.tenant] = 1 + max(self._validated.values(), default=0)
             self._begin(one, self._validate)
-        ready: dict[str | None, list[Run]] = {}
+        ready: dict[str | None, list[BatchRun]] = {}
         for (base, _), one in (heads | due).items():
             if one.due or one.rows:
                 ready.setdefault(base, []).append(one)
@@ -476,7 +476,7 @@ class BatchRunner:
         waiting = busy and self._rows_wait(base)
         work, seconds = self._meter(base).look(waiting, self.rows.in_flight_of(base))
         if seconds:
-            self._profiles.setdefault(base or "", Profile()).add(work, seconds, self._clock())
+            self._profiles.setdefault(base or "", DayProfile()).add(work, seconds, self._clock())
             self._unsaved.add(base or "")
 
     async def _save(self) -> None:

@@ -122,7 +122,7 @@ class Storage(Protocol[I_co]):
         """Delete a folder with all of its files, if it is there."""
 
 
-class Disk:
+class DiskContent:
     """Files in a folder.
 
     Args:
@@ -207,7 +207,7 @@ class Disk:
         sync(to.parent)
 
 
-class Part(NamedTuple):
+class ContentPart(NamedTuple):
     """A part of a content.
 
     Attributes:
@@ -231,7 +231,7 @@ class Content(Generic[I_co]):
     Args:
         folder: Folder of what is being received or made; that of earlier epochs is deleted.
         epoch: The epoch of the owner, `Store.epoch`.
-        storage: Where the contents are; a `Disk` has the same folder.
+        storage: Where the contents are; a `DiskContent` has the same folder.
         part_bytes: Bytes from which on a part is not merged any more.
         merged_parts: Parts that are merged into one.
     """
@@ -250,7 +250,7 @@ class Content(Generic[I_co]):
         self._part_bytes = part_bytes
         self._merged_parts = merged_parts
         # Parts of this process that follow each other, by content.
-        self._own: dict[str, list[Part]] = {}
+        self._own: dict[str, list[ContentPart]] = {}
         self._drafts = folder / "drafts"
         self._drafts.mkdir(0o700, parents=True, exist_ok=True)
         for path in self._drafts.iterdir():
@@ -297,7 +297,7 @@ class Content(Generic[I_co]):
         if own and own[-1].end < offset:
             own.clear()
         self._merge(id, own)
-        part = Part(self._epoch, offset, offset + len(data), self._part(id, offset))
+        part = ContentPart(self._epoch, offset, offset + len(data), self._part(id, offset))
         draft = self.draft()
         try:
             draft.write(data)
@@ -374,7 +374,7 @@ class Content(Generic[I_co]):
         """
         disk: object = self._storage
         # That version had parts in object storage already.
-        if isinstance(disk, Disk) and self.size(id) is not None and not self._parts(id):
+        if isinstance(disk, DiskContent) and self.size(id) is not None and not self._parts(id):
             disk.rename(_whole(id), f"parts/{id}/{0:020d}")
 
     def _pieces(self, id: str, size: int, start: int) -> Iterator[bytes]:
@@ -394,7 +394,7 @@ class Content(Generic[I_co]):
                 start += len(piece)
                 yield piece
 
-    def _merge(self, id: str, own: list[Part]) -> None:
+    def _merge(self, id: str, own: list[ContentPart]) -> None:
         """Merge the last parts if they are enough of one kind. All are committed.
 
         The merged part takes the place of the first one: it begins with the same bytes. The next ones are
@@ -419,12 +419,12 @@ class Content(Generic[I_co]):
             own[-self._merged_parts :] = [last[0]._replace(end=last[-1].end, merged=level)]
             self._storage.remove([part.name for part in last[1:]])
 
-    def _parts(self, id: str) -> list[Part]:
+    def _parts(self, id: str) -> list[ContentPart]:
         parts = []
         for file, size in self._storage.list(f"parts/{id}").items():
             if found := PART.fullmatch(file):
                 epoch, start = int(found[1] or 0), int(found[2])
-                parts.append(Part(epoch, start, start + size, f"parts/{id}/{file}"))
+                parts.append(ContentPart(epoch, start, start + size, f"parts/{id}/{file}"))
         return parts
 
     def _remove_parts(self, id: str) -> None:
@@ -443,7 +443,9 @@ def _whole(id: str) -> str:
     return f"{FOLDER}/{id}"
 
 
-def _right_parts(id: str, parts: Sequence[Part], start: int, end: int) -> list[tuple[Part, int, int]]:
+def _right_parts(
+    id: str, parts: Sequence[ContentPart], start: int, end: int
+) -> list[tuple[ContentPart, int, int]]:
     """Return the parts that have the bytes from `start` to `end`, each with the offsets that are taken of it.
 
     Raises:
@@ -463,5 +465,5 @@ def _right_parts(id: str, parts: Sequence[Part], start: int, end: int) -> list[t
     return found
 
 
-def _rank(part: Part) -> tuple[int, int]:
+def _rank(part: ContentPart) -> tuple[int, int]:
     return part.epoch, part.start

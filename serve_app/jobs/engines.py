@@ -33,7 +33,7 @@ from serve_app.ingress.relay import (
 )
 from serve_app.ingress.status import Health, replica_stats
 from serve_app.jobs.pacing import EngineLoad, engine_load
-from serve_app.jobs.rows import Answer, QuotaError
+from serve_app.jobs.rows import QuotaError, RowAnswer
 from serve_app.ledger.callers import LostCalls
 from serve_app.relay.frame import Head
 from serve_app.relay.request import RelayRequest
@@ -90,7 +90,7 @@ class EngineClient:
 
     async def send(
         self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
-    ) -> Answer:
+    ) -> RowAnswer:
         """Send a row and return its answer.
 
         A row that loses an Engine is sent to another one. One that loses the second too may be what they die
@@ -116,7 +116,7 @@ class EngineClient:
         finally:
             self._asked[model] -= 1
 
-    async def _send(self, model: str, request: RelayRequest) -> Answer:
+    async def _send(self, model: str, request: RelayRequest) -> RowAnswer:
         lost = 0
         while True:
             try:
@@ -188,7 +188,7 @@ class EngineClient:
         )
         return base, request
 
-    async def _ask(self, model: str, request: RelayRequest) -> Answer:
+    async def _ask(self, model: str, request: RelayRequest) -> RowAnswer:
         """Send a request to one Engine and return its answer.
 
         Raises:
@@ -220,7 +220,7 @@ class EngineClient:
         return answer
 
 
-def answer_of(head: Head, text: bytes) -> Answer:
+def answer_of(head: Head, text: bytes) -> RowAnswer:
     """Return the answer with this head and body."""
     headers = {name.lower(): value for name, value in head.headers}
     retry_after_s = None
@@ -232,4 +232,4 @@ def answer_of(head: Head, text: bytes) -> Answer:
         # vLLM answers some failures with plain text.
         error = RequestError(head.status, "internal_error", text.decode(errors="replace")[:1000])
         body = error.body()
-    return Answer(head.status, body, retry_after_s, headers.get(b"x-should-retry") == b"false")
+    return RowAnswer(head.status, body, retry_after_s, headers.get(b"x-should-retry") == b"false")

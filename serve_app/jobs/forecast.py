@@ -2,9 +2,10 @@
 
 Work is counted in tokens: `tokens.work_of`. Three estimates meet:
 
-- `Profile`: the work per second that live traffic has left to batches, by hour of day. It is learned only
+- `DayProfile`: the work per second that live traffic has left to batches, by hour of day. It is learned only
   while rows wait; how wrong it was of late is learned with it.
-- `Demand`: what the latest batches of each tenant were: how much of their bound was used, and how often new
+- `RowDemand`: what the latest batches of each tenant were: how much of their bound was used, and how often
+new
   work comes.
 - the queue: the batches of a tenant by deadline, the tenants side by side by their weights.
 
@@ -21,7 +22,7 @@ from math import inf, sqrt
 from typing import Literal, NamedTuple
 
 from serve_app.jobs.models import Batch
-from serve_app.jobs.rows import Tokens, work_of
+from serve_app.jobs.rows import RowTokens, work_of
 
 HOUR_S, DAY_S = 3600, 86_400
 
@@ -110,7 +111,7 @@ class Hour:
     error: float | None = None
 
 
-class Profile:
+class DayProfile:
     """Work per second that live traffic leaves to the batches of a model, by hour of day.
 
     Args:
@@ -232,7 +233,7 @@ class Habit(NamedTuple):
     weight: float = 1.0
 
 
-class Demand:
+class RowDemand:
     """What the tenants ask for of a model.
 
     Args:
@@ -276,7 +277,7 @@ def _used(batch: Batch) -> float:
     """Return the share of their bound that the rows of a batch took which have ended."""
     if not batch.work:
         return 1.0
-    tokens = Tokens(batch.input_tokens, batch.cached_tokens, batch.output_tokens)
+    tokens = RowTokens(batch.input_tokens, batch.cached_tokens, batch.output_tokens)
     rows = _ended_rows(batch)
     return work_of(rows, tokens) / (batch.work * rows / batch.total)
 
@@ -305,7 +306,7 @@ class Queue:
         now: Seconds since the epoch.
     """
 
-    def __init__(self, batches: Iterable[Batch], ahead: Ahead | None, demand: Demand, now: float) -> None:
+    def __init__(self, batches: Iterable[Batch], ahead: Ahead | None, demand: RowDemand, now: float) -> None:
         self._ahead = ahead
         self._demand = demand
         self._now = now

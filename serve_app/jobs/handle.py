@@ -9,7 +9,7 @@ from serve_app.api.errors import EngineLostError, RequestError
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.jobs.errors import RunError
-from serve_app.jobs.rows import Answer
+from serve_app.jobs.rows import RowAnswer
 from serve_app.settings.environment import MESSAGES
 from serve_app.stats import ReplicaStats
 from serve_app.system import cancellation
@@ -80,7 +80,7 @@ class HandleClient:
 
     async def send(
         self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
-    ) -> Answer:
+    ) -> RowAnswer:
         """Send a call of `/generate`; a second engine is asked if the first one is lost.
 
         Raises:
@@ -91,7 +91,7 @@ class HandleClient:
         losses = Losses()
         while True:
             try:
-                return Answer(200, await self._generate(body))
+                return RowAnswer(200, await self._generate(body))
             except EngineLostError as error:
                 if not await losses.add(error):
                     raise

@@ -15,7 +15,7 @@ from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.client import base_url, error_of, json_of, retry_after_s
 from serve_app.jobs.errors import RunError
-from serve_app.jobs.rows import Answer
+from serve_app.jobs.rows import RowAnswer
 from serve_app.stats import ReplicaStats, ServiceStats
 
 STATS_TIMEOUT_S = 10.0
@@ -81,7 +81,7 @@ class HTTPClient:
 
     async def send(
         self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
-    ) -> Answer:
+    ) -> RowAnswer:
         """Send a row and return its answer."""
         try:
             with self._pooled() as http:
@@ -134,7 +134,7 @@ class HTTPClient:
         await self.close()
 
 
-def answer_of(response: httpx.Response) -> Answer:
+def answer_of(response: httpx.Response) -> RowAnswer:
     """Return what a response says: an answer of the service, or an error in its form."""
     status = response.status_code
     # A row may be sent again after a 408: it has no deadline of its own.
@@ -144,20 +144,20 @@ def answer_of(response: httpx.Response) -> Answer:
         if body is None:
             return _failed(502, f"{response.url}: the answer is no JSON object")
         if not (error := body.get("error")):
-            return Answer(200, body)
+            return RowAnswer(200, body)
         # The answer had begun before the call failed.
         code = error.get("code") if isinstance(error, dict) else None
         if not isinstance(code, int) or not 400 <= code < 600:
             return _failed(502, f"{response.url}: the answer is an error of another form: {error!r:.200}")
-        return Answer(code, body, final=error.get("should_retry") is False)
+        return RowAnswer(code, body, final=error.get("should_retry") is False)
     retry_after = retry_after_s(response)
     if error := error_of(response):
-        return Answer(status, {"error": error}, retry_after, final)
+        return RowAnswer(status, {"error": error}, retry_after, final)
     text = response.text.strip()[:200]
     message = f"{response.url}: {status} {response.reason_phrase}: {text}"
     # Ray Serve's proxy answers 404 in its own words while the application isn't deployed yet.
     return _failed(503 if status == 404 else status, message)._replace(retry_after_s=retry_after)
 
 
-def _failed(status: int, message: str) -> Answer:
-    return Answer.of(RequestError(status, "service_unavailable", message))
+def _failed(status: int, message: str) -> RowAnswer:
+    return RowAnswer.of(RequestError(status, "service_unavailable", message))

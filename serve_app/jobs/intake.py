@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
 from serve_app.jobs.content import Contents, Draft, Input
-from serve_app.jobs.plan import SLICE_BYTES, SLICE_LINES, Line, Plan, Planner, read_lines
+from serve_app.jobs.plan import SLICE_BYTES, SLICE_LINES, InputLine, Planner, RowPlan, read_lines
 from serve_app.jobs.rows import bound_of
 from serve_app.settings.batches import BatchesSettings
 
@@ -31,7 +31,7 @@ STALL_S = 60.0
 """Seconds without a byte after which an upload is given up."""
 
 
-class Upload:
+class FileUpload:
     """A form that is being received.
 
     Args:
@@ -176,7 +176,7 @@ class PendingUploads:
 
 async def receive(
     request: Request, content: Contents, max_bytes: int, grow: Callable[[int], None] = lambda size: None
-) -> Upload:
+) -> FileUpload:
     """Receive a form.
 
     Args:
@@ -196,7 +196,7 @@ async def receive(
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > max_bytes + FORM_BYTES:
         raise _too_large(max_bytes)
-    upload = Upload(content, max_bytes)
+    upload = FileUpload(content, max_bytes)
     try:
         parser = upload.parser(boundary)
         received = 0
@@ -294,7 +294,7 @@ class Findings(NamedTuple):
     model: str | None
     errors: list[JSON]
     work: float = 0.0
-    plan: Plan | None = None
+    plan: RowPlan | None = None
 
 
 class Sketch(NamedTuple):
@@ -383,7 +383,7 @@ class _Check:
         """True when no more lines need to be looked at."""
         return len(self.errors) >= MAX_ERRORS or self.total > self._limits.max_lines
 
-    def line(self, line: Line) -> None:
+    def line(self, line: InputLine) -> None:
         """Look at a line, unless enough is known."""
         if self.full:
             return
@@ -405,7 +405,7 @@ class _Check:
             else:
                 self._add(line, "invalid_json_line", "This line is not a JSON object")
 
-    def _row(self, line: Line, row: JSON) -> None:
+    def _row(self, line: InputLine, row: JSON) -> None:
         self._custom_id(line, row)
         if self._required(line, row, "method") and row["method"] != "POST":
             self._add(line, "invalid_method", "method must be POST", "method")
@@ -426,7 +426,7 @@ class _Check:
             message = "stream must be false: the rows of a batch are not streamed"
             self._add(line, "invalid_value", message, "body.stream")
 
-    def _custom_id(self, line: Line, row: JSON) -> None:
+    def _custom_id(self, line: InputLine, row: JSON) -> None:
         if not self._required(line, row, "custom_id"):
             return
         custom_id = row["custom_id"]
@@ -441,7 +441,7 @@ class _Check:
             message = f"custom_id must be unique; line {first} has the same one"
             self._add(line, "duplicate_custom_id", message, "custom_id")
 
-    def _model(self, line: Line, body: JSON) -> None:
+    def _model(self, line: InputLine, body: JSON) -> None:
         model = body.get("model")
         if model is None and self._endpoint == MODEL_OPTIONAL and len(self._served) == 1:
             return
@@ -458,7 +458,12 @@ class _Check:
         self._add(line, "model_not_found", message, "body.model")
 
     def _required(
-        self, line: Line, fields: JSON, name: str, param: str | None = None, kind: type[Any] | None = None
+        self,
+        line: InputLine,
+        fields: JSON,
+        name: str,
+        param: str | None = None,
+        kind: type[Any] | None = None,
     ) -> bool:
         param = param or name
         if fields.get(name) is None:
@@ -469,6 +474,6 @@ class _Check:
             return False
         return True
 
-    def _add(self, line: Line, code: str, message: str, param: str | None = None) -> None:
+    def _add(self, line: InputLine, code: str, message: str, param: str | None = None) -> None:
         if len(self.errors) < MAX_ERRORS:
             self.errors.append(batch_error(code, message, line=line.number, param=param))

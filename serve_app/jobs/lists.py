@@ -14,7 +14,7 @@ from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.client import RETRYABLE
 from serve_app.jobs.pacing import EngineLoad
-from serve_app.jobs.rows import Answer, Client
+from serve_app.jobs.rows import RowAnswer, RowClient
 
 GATHER_S = 0.005
 """Seconds for which a list waits for more rows: rows that get places together are sent within them."""
@@ -22,7 +22,7 @@ GATHER_S = 0.005
 FIELDS = ("prompts", "messages")
 """The fields of a call that have a value for each row."""
 
-Send = Callable[..., Awaitable[Answer]]
+Send = Callable[..., Awaitable[RowAnswer]]
 """Sends a body, and returns its answer."""
 
 PER_ROW = ("results", "details")
@@ -34,7 +34,7 @@ class _Waiting:
     """A row that waits for its list, and for its answer."""
 
     body: JSON
-    answer: "asyncio.Future[Answer]"
+    answer: "asyncio.Future[RowAnswer]"
 
 
 class Lists:
@@ -53,7 +53,7 @@ class Lists:
         gather_s: Seconds for which a list waits for more rows.
     """
 
-    def __init__(self, client: Client, size: int, gather_s: float = GATHER_S) -> None:
+    def __init__(self, client: RowClient, size: int, gather_s: float = GATHER_S) -> None:
         self._client = client
         self._size = size
         self._gather_s = gather_s
@@ -64,7 +64,7 @@ class Lists:
 
     async def send(
         self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
-    ) -> Answer:
+    ) -> RowAnswer:
         """Send a row with others, and return its answer."""
         alone = partial(self._send_alone, endpoint, body, scheduling, models)
         row = _hash(body)
@@ -99,13 +99,13 @@ class Lists:
 
     async def _send_alone(
         self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None
-    ) -> Answer:
+    ) -> RowAnswer:
         answer = await self._client.send(endpoint, body, scheduling, models)
         return _split(answer, 1)[0] if answer.status == 200 else answer
 
     async def _together(
         self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None
-    ) -> tuple[Answer, int]:
+    ) -> tuple[RowAnswer, int]:
         """Return the answer to a row that is sent in a list, and the rows of the list."""
         # The name of a call tells rows apart, and nothing else.
         shared = {name: value for name, value in body.items() if name not in (*FIELDS, "task_id")}
@@ -149,7 +149,7 @@ async def _call(rows: list[_Waiting], send: Send) -> None:
         answer = await send(body)
         answers = _split(answer, len(rows)) if answer.status == 200 else [answer] * len(rows)
     except RequestError as error:
-        answers = [Answer.of(error)] * len(rows)
+        answers = [RowAnswer.of(error)] * len(rows)
     except Exception as error:
         # The sender of each row handles it.
         for one in rows:
@@ -161,20 +161,20 @@ async def _call(rows: list[_Waiting], send: Send) -> None:
             one.answer.set_result(own)
 
 
-def _split(answer: Answer, rows: int) -> list[Answer]:
+def _split(answer: RowAnswer, rows: int) -> list[RowAnswer]:
     """Return the answer of each row of a list."""
     lists = [answer.body.get(name) for name in PER_ROW]
     if any(not isinstance(values, list) or len(values) != rows for values in lists):
         count = len(lists[0]) if isinstance(lists[0], list) else 0
         message = f"an answer with {count} results for {rows} prompts"
-        return [Answer.of(RequestError(502, "service_unavailable", message))] * rows
+        return [RowAnswer.of(RequestError(502, "service_unavailable", message))] * rows
     errors: dict[int, JSON] = {error["index"]: error for error in answer.body.get("errors") or ()}
     found = []
     for index, (result, detail) in enumerate(zip(*lists, strict=True)):
         body: JSON = {"results": [result], "details": [detail]}
         if index in errors:
             body["errors"] = [errors[index] | {"index": 0}]
-        found.append(Answer(200, body))
+        found.append(RowAnswer(200, body))
     return found
 
 

@@ -38,7 +38,7 @@ SLICE_LINES = 128
 SLICE_BYTES = 1 << 20
 
 
-class Line(NamedTuple):
+class InputLine(NamedTuple):
     """A line that isn't blank.
 
     Attributes:
@@ -52,7 +52,7 @@ class Line(NamedTuple):
     offset: int
 
 
-def read_lines(path: Input, max_line_bytes: int) -> Iterator[Line]:
+def read_lines(path: Input, max_line_bytes: int) -> Iterator[InputLine]:
     """Yield the lines of a file that aren't blank. The file is opened once, and read once.
 
     Args:
@@ -79,7 +79,7 @@ def read_lines(path: Input, max_line_bytes: int) -> Iterator[Line]:
             text = text.lstrip()
             start = offset + size - len(text)
             if (text := text.rstrip()) or not whole:
-                yield Line(number, text if whole else None, start)
+                yield InputLine(number, text if whole else None, start)
             offset = file.tell()
 
 
@@ -110,7 +110,7 @@ FORMAT = "plan-1"
 LONGEST = sys.maxsize - 1
 
 
-class Entry(NamedTuple):
+class PlanEntry(NamedTuple):
     """A row in the plan.
 
     Attributes:
@@ -147,7 +147,7 @@ class _Head(msgspec.Struct):
 _HEAD = msgspec.json.Decoder(_Head)
 
 
-class Plan:
+class RowPlan:
     """The rows of a batch. An entry takes 32 bytes.
 
     Args:
@@ -162,12 +162,12 @@ class Plan:
     def __len__(self) -> int:
         return len(self._entries) // _ENTRY.size
 
-    def __getitem__(self, number: int) -> Entry:
+    def __getitem__(self, number: int) -> PlanEntry:
         """Return the entry of a row, by its number in the input, from 0; blank lines don't count."""
-        return Entry._make(_ENTRY.unpack_from(self._entries, _ENTRY.size * number))
+        return PlanEntry._make(_ENTRY.unpack_from(self._entries, _ENTRY.size * number))
 
-    def __iter__(self) -> Iterator[Entry]:
-        return map(Entry._make, _ENTRY.iter_unpack(self._entries))
+    def __iter__(self) -> Iterator[PlanEntry]:
+        return map(PlanEntry._make, _ENTRY.iter_unpack(self._entries))
 
     def to_bytes(self) -> bytes:
         """Return the plan as it is stored."""
@@ -175,12 +175,12 @@ class Plan:
         return msgspec.json.encode(head) + b"\n" + self._entries
 
     @classmethod
-    def of_entries(cls, entries: Iterable[Entry], models: Sequence[str]) -> "Plan":
+    def of_entries(cls, entries: Iterable[PlanEntry], models: Sequence[str]) -> "RowPlan":
         """Return the plan of these rows, which are in the order of the input."""
         return cls(b"".join(_ENTRY.pack(*entry) for entry in entries), models)
 
     @classmethod
-    def of_bytes(cls, text: bytes) -> "Plan | None":
+    def of_bytes(cls, text: bytes) -> "RowPlan | None":
         """Return a stored plan; None: it is damaged, or of another version."""
         head_text, _, entries = text.partition(b"\n")
         try:
@@ -245,7 +245,7 @@ class Planner:
         self._model_of = array("I")
         self._chains: list[bytes] = []
 
-    def add(self, line: Line, body: JSON) -> None:
+    def add(self, line: InputLine, body: JSON) -> None:
         """Add a row.
 
         Args:
@@ -260,7 +260,7 @@ class Planner:
         self._model_of.append(number)
         self._chains.append(array("I", prefix_of(body)).tobytes())
 
-    def finish(self) -> Plan:
+    def finish(self) -> RowPlan:
         """Return the plan."""
         by_model: dict[int, list[int]] = {}
         for row, model in enumerate(self._model_of):
@@ -274,8 +274,8 @@ class Planner:
             for row in group.rows:
                 prefixes[row], turns[row] = group.prefix, turn
                 turn += 1
-        entries = map(_placed, Plan(self._entries, ()), prefixes, turns)
-        return Plan.of_entries(entries, list(self._models))
+        entries = map(_placed, RowPlan(self._entries, ()), prefixes, turns)
+        return RowPlan.of_entries(entries, list(self._models))
 
     def _bundles(self, rows: list[int], depth: int) -> list[list[_Group]]:
         """Return rows in groups, and the groups in bundles that share a shorter prefix.
@@ -306,11 +306,11 @@ class Planner:
         return [[*chain.from_iterable(bundles)]]
 
 
-def _placed(entry: Entry, prefix: int, turn: int) -> Entry:
+def _placed(entry: PlanEntry, prefix: int, turn: int) -> PlanEntry:
     return entry._replace(prefix=prefix, turn=turn)
 
 
-def plan_of(content: Contents, batch: Batch, check: Callable[[], None] = lambda: None) -> Plan:
+def plan_of(content: Contents, batch: Batch, check: Callable[[], None] = lambda: None) -> RowPlan:
     """Return the stored plan of a batch; one that is missing or damaged is made again, and stored.
 
     Raises:
@@ -320,7 +320,7 @@ def plan_of(content: Contents, batch: Batch, check: Callable[[], None] = lambda:
     id = plan_id(batch.id)
     if (size := content.size(id)) is not None:
         try:
-            if plan := Plan.of_bytes(b"".join(content.pieces(id, size))):
+            if plan := RowPlan.of_bytes(b"".join(content.pieces(id, size))):
                 return plan
         except ContentLostError:
             pass
@@ -344,7 +344,7 @@ class Turns:
         rows: Numbers of rows; those of a group stand beside each other.
     """
 
-    def __init__(self, plan: Plan, rows: "array[int]") -> None:
+    def __init__(self, plan: RowPlan, rows: "array[int]") -> None:
         self._plan = plan
         self._rows = rows
         self._left = len(rows)
@@ -402,7 +402,7 @@ class Unsent:
         rows: Numbers of the rows; those of a group stand beside each other.
     """
 
-    def __init__(self, plan: Plan, file: str, rows: "array[int]") -> None:
+    def __init__(self, plan: RowPlan, file: str, rows: "array[int]") -> None:
         self._plan = plan
         self._file = file
         self._turns = Turns(plan, rows)
@@ -463,7 +463,7 @@ def unsent(store: "Store", content: Contents, batch: Batch, *, by_line: bool = F
     return Unsent(plan, batch.input_file, array("I", (number for number in rows if left[number])))
 
 
-def _read(content: Contents, file: str, entries: Sequence[Entry]) -> dict[int, bytes]:
+def _read(content: Contents, file: str, entries: Sequence[PlanEntry]) -> dict[int, bytes]:
     """Return the texts of rows, by their offsets. Those beside each other are read as one."""
     spans: list[tuple[int, int]] = []
     for entry in sorted(entries):

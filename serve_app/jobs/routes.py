@@ -35,7 +35,7 @@ from serve_app.jobs.errors import (
     TooManyError,
 )
 from serve_app.jobs.forecast import REFUSED, Outlook
-from serve_app.jobs.intake import ENDPOINTS, PendingUploads, Upload, bad_request, receive
+from serve_app.jobs.intake import ENDPOINTS, FileUpload, PendingUploads, bad_request, receive
 from serve_app.jobs.models import (
     MAX_WINDOW_S,
     MIN_WINDOW_S,
@@ -195,7 +195,7 @@ class BatchAPI:
                 raise
         return JSONResponse(file_object(file))
 
-    def _checked(self, upload: Upload, tenant: str, seconds: int) -> File:
+    def _checked(self, upload: FileUpload, tenant: str, seconds: int) -> File:
         if upload.draft is None:
             raise bad_request("file: required, but missing", "file")
         purpose = upload.fields.get("purpose")
@@ -221,7 +221,7 @@ class BatchAPI:
             expires_at=now + seconds,
         )
 
-    def _keep(self, upload: Upload, file: File, limits: BatchesSettings) -> None:
+    def _keep(self, upload: FileUpload, file: File, limits: BatchesSettings) -> None:
         assert upload.draft is not None
         try:
             add_file(self._store, self._content, upload.draft, file, limits)

@@ -32,7 +32,7 @@ BOUNDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 WITHOUT_OUTPUT = frozenset({"/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/classify"})
 
 
-class Tokens(NamedTuple):
+class RowTokens(NamedTuple):
     """Tokens of answers, as the `usage` of OpenAI's API counts them.
 
     Attributes:
@@ -48,10 +48,10 @@ class Tokens(NamedTuple):
     reasoning_tokens: int = 0
 
 
-NO_TOKENS = Tokens()
+NO_TOKENS = RowTokens()
 
 
-def tokens_of(answer: Any) -> Tokens:
+def tokens_of(answer: Any) -> RowTokens:
     """Return what an answer reports: of chats and completions, responses, embeddings, or `/generate`."""
     usage = answer.get("usage") if isinstance(answer, dict) else None
     if not isinstance(usage, dict):
@@ -60,7 +60,7 @@ def tokens_of(answer: Any) -> Tokens:
         read, written = "input_tokens", "output_tokens"
     else:
         read, written = "prompt_tokens", "completion_tokens"
-    return Tokens(
+    return RowTokens(
         _number(usage.get(read)),
         _number(_part(usage, f"{read}_details").get("cached_tokens")),
         _number(usage.get(written)),
@@ -68,7 +68,7 @@ def tokens_of(answer: Any) -> Tokens:
     )
 
 
-def work_of(rows: int, tokens: Tokens) -> float:
+def work_of(rows: int, tokens: RowTokens) -> float:
     """Return the work of rows that were run, in tokens of an answer.
 
     Unlike rows per second, work per second is about the same for short rows and for long ones; so a rate that
@@ -92,9 +92,9 @@ def bound_of(endpoint: str, body: JSON, size: int) -> float:
     return ROW + PROMPT * size / BYTES + output
 
 
-def together(tokens: Iterable[Tokens]) -> Tokens:
+def together(tokens: Iterable[RowTokens]) -> RowTokens:
     """Return the tokens of several answers."""
-    return Tokens(*map(sum, zip(NO_TOKENS, *tokens, strict=True)))
+    return RowTokens(*map(sum, zip(NO_TOKENS, *tokens, strict=True)))
 
 
 def _part(usage: JSON, name: str) -> JSON:
@@ -106,7 +106,7 @@ def _number(value: Any) -> int:
     return value if type(value) is int and 0 <= value <= MOST else 0
 
 
-class Answer(NamedTuple):
+class RowAnswer(NamedTuple):
     """The answer to a row.
 
     Attributes:
@@ -122,7 +122,7 @@ class Answer(NamedTuple):
     final: bool = False
 
     @classmethod
-    def of(cls, error: RequestError) -> "Answer":
+    def of(cls, error: RequestError) -> "RowAnswer":
         """Return the answer that an error is."""
         return cls(error.status, error.body(), error.retry_after_s, error.final)
 
@@ -150,12 +150,12 @@ class QuotaError(RequestError):
     """A quota of a row's tenant or key is used up. It says nothing about the room at the engines."""
 
 
-class Client(Protocol):
+class RowClient(Protocol):
     """A way to the engines."""
 
     async def send(
         self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None
-    ) -> Answer:
+    ) -> RowAnswer:
         """Send a row and return its answer.
 
         Args:
@@ -225,7 +225,7 @@ class Result(NamedTuple):
     text: bytes
     is_error: bool
     is_unrun: bool = False
-    tokens: Tokens = NO_TOKENS
+    tokens: RowTokens = NO_TOKENS
 
 
 def answered(batch: str, row: Row, status: int, body: JSON) -> Result:

@@ -12,15 +12,15 @@ from typing import ParamSpec, Self, TypeVar
 from serve_app.client import Backoff
 from serve_app.jobs.errors import DatabaseError, RunError
 from serve_app.jobs.pacing import BINDING, Auto, Concurrency, Rate
-from serve_app.jobs.rows import Client, Result, Row
-from serve_app.jobs.scheduler import Places, Run
+from serve_app.jobs.rows import Result, Row, RowClient
+from serve_app.jobs.scheduler import BatchRun, Places
 from serve_app.jobs.sender import Sender
 
 logger = logging.getLogger("ray.serve")
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Done = tuple[Run, Row, Result]
+Done = tuple[BatchRun, Row, Result]
 """A row that has its result."""
 
 Paced = Callable[[str | None, bool], None]
@@ -77,7 +77,7 @@ class Runner:
 
     def __init__(
         self,
-        client: Client,
+        client: RowClient,
         *,
         concurrency: Callable[[], Concurrency] = Auto,
         backoff: Backoff | None = None,
@@ -153,7 +153,7 @@ class Runner:
         """Return the rows of a model that were taken and have no recorded result."""
         return self._models[base].places.in_flight if base in self._models else 0
 
-    def fill(self, base: str | None, runs: list[Run]) -> None:
+    def fill(self, base: str | None, runs: list[BatchRun]) -> None:
         """Give the free places at the engines of a model to rows.
 
         Args:
@@ -168,7 +168,7 @@ class Runner:
         if model.places.in_flight and (model.pacing is None or model.pacing.done()):
             model.pacing = self._group.create_task(self._pace(base, model))
 
-    def stop(self, run: Run) -> None:
+    def stop(self, run: BatchRun) -> None:
         """Let no more rows of a run be sent. Those in flight go on; `Run.abort` ends them too."""
         self._model(run.base).places.stop(run)
 
@@ -189,7 +189,7 @@ class Runner:
             model = self._models[base] = ModelRows(concurrency, places, sender)
         return model
 
-    async def _run_row(self, model: ModelRows, run: Run, row: Row) -> None:
+    async def _run_row(self, model: ModelRows, run: BatchRun, row: Row) -> None:
         try:
             result = await model.sender.send(run, row, partial(model.places.away, run))
         except RunError as error:
@@ -210,7 +210,7 @@ class Runner:
             await asyncio.sleep(self._gather_s)
             self._to_write.clear()
             taken, self._results = self._results, []
-            groups: dict[Run, list[Done]] = {}
+            groups: dict[BatchRun, list[Done]] = {}
             for done in taken:
                 groups.setdefault(done[0], []).append(done)
             for run, group in groups.items():
@@ -224,7 +224,7 @@ class Runner:
                 await asyncio.sleep(self._again_s)
                 self._to_write.set()
 
-    async def _record(self, run: Run, group: list[Done]) -> None:
+    async def _record(self, run: BatchRun, group: list[Done]) -> None:
         """Record results of a run, once: a file that can't be written is in no other run's way."""
         results = [result for _, _, result in group]
         try:

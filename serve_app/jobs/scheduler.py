@@ -10,10 +10,10 @@ from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.jobs.errors import RunError
 from serve_app.jobs.pacing import Concurrency
-from serve_app.jobs.rows import Answer, Result, Row
+from serve_app.jobs.rows import Result, Row, RowAnswer
 
 
-class Run:
+class BatchRun:
     """A batch or a dataset whose rows are sent.
 
     Args:
@@ -39,7 +39,7 @@ class Run:
         self.in_flight = 0
         self.due: deque[asyncio.Event] = deque()
         self.stopping = asyncio.Event()
-        self.tries: set[asyncio.Future[Answer]] = set()
+        self.tries: set[asyncio.Future[RowAnswer]] = set()
 
     @property
     def tenant(self) -> str:
@@ -55,7 +55,7 @@ class Run:
         """Return the body that is sent of a row. A large row is read in a thread."""
         raise NotImplementedError
 
-    def result(self, row: Row, answer: Answer, tries: int) -> Result:
+    def result(self, row: Row, answer: RowAnswer, tries: int) -> Result:
         """Return the result of a row. A large row is written in a thread.
 
         Args:
@@ -140,7 +140,7 @@ class Shares:
                 del self._next[tenant], self._rows[tenant]
 
 
-RunT = TypeVar("RunT", bound="Run")
+RunT = TypeVar("RunT", bound="BatchRun")
 
 FILL_ROWS = 32
 """Rows that are taken at once: each takes a fraction of a millisecond, in which nothing else is answered."""
@@ -218,7 +218,7 @@ class Places:
                 self._changed()
 
     @asynccontextmanager
-    async def away(self, one: Run) -> AsyncGenerator[None, None]:
+    async def away(self, one: BatchRun) -> AsyncGenerator[None, None]:
         """Return the context of a row that waits for its next try. It has a place again behind it."""
         self._shares.end(one.tenant)
         self._changed()
@@ -230,13 +230,13 @@ class Places:
         self._changed()
         await placed.wait()
 
-    def stop(self, one: Run) -> None:
+    def stop(self, one: BatchRun) -> None:
         """Let no more rows of a run be sent. Those that are due have their places only to end."""
         one.stopping.set()
         while one.due:
             self._give_place(one)
 
-    def leave(self, one: Run, row: Row) -> None:
+    def leave(self, one: BatchRun, row: Row) -> None:
         """Take in that a row is in flight no more."""
         tenant = one.tenant
         self._shares.end(tenant)
@@ -251,7 +251,7 @@ class Places:
         fits = self._bytes + len(row.text) <= self._max_bytes
         return not in_flight or (fits and in_flight < self._concurrency.limit)
 
-    def _take(self, one: Run, row: Row) -> None:
+    def _take(self, one: BatchRun, row: Row) -> None:
         tenant = one.tenant
         self._shares.start(tenant, one.weight)
         one.in_flight += 1
@@ -259,6 +259,6 @@ class Places:
         self._in_flight_of[tenant] += 1
         self._bytes += len(row.text)
 
-    def _give_place(self, one: Run) -> None:
+    def _give_place(self, one: BatchRun) -> None:
         self._shares.start(one.tenant, one.weight)
         one.due.popleft().set()

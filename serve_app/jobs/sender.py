@@ -12,8 +12,8 @@ from serve_app.client import RETRYABLE, Backoff
 from serve_app.ingress.body import look
 from serve_app.jobs.errors import GaveUpError
 from serve_app.jobs.pacing import Concurrency
-from serve_app.jobs.rows import Answer, Client, QuotaError, Result, Row
-from serve_app.jobs.scheduler import Run
+from serve_app.jobs.rows import QuotaError, Result, Row, RowAnswer, RowClient
+from serve_app.jobs.scheduler import BatchRun
 from serve_app.system import cancellation
 from serve_app.system.waiting import wait_for_event
 
@@ -51,7 +51,7 @@ class Sender:
 
     def __init__(
         self,
-        client: Client,
+        client: RowClient,
         concurrency: Concurrency,
         backoff: Backoff,
         retries: int,
@@ -68,7 +68,7 @@ class Sender:
         self._patient = patient
         self._answered: Counter[str | None] = Counter()
 
-    async def send(self, run: Run, row: Row, away: Away = nullcontext) -> Result | None:
+    async def send(self, run: BatchRun, row: Row, away: Away = nullcontext) -> Result | None:
         """Return the result of a row; None if it has none when its run stops.
 
         Args:
@@ -114,7 +114,7 @@ class Sender:
                 await wait_for_event(run.stopping, self._backoff.wait_s(tries, answer.retry_after_s))
         return None
 
-    async def _try(self, run: Run, sending: Coroutine[Any, Any, Answer]) -> Answer | None:
+    async def _try(self, run: BatchRun, sending: Coroutine[Any, Any, RowAnswer]) -> RowAnswer | None:
         """Return the answer to a row; None: the try was ended with its run."""
         # A task of its own: the end of a run cancels it, and nothing else of the row.
         task = asyncio.create_task(sending)
@@ -127,25 +127,25 @@ class Sender:
                 raise
             if run.stopping.is_set():
                 return None
-            answer = Answer.of(RequestError(503, "service_unavailable", "the call was cancelled"))
+            answer = RowAnswer.of(RequestError(503, "service_unavailable", "the call was cancelled"))
         except QuotaError as error:
             # Others have quota still, and the engines have room for them.
-            return Answer.of(error)
+            return RowAnswer.of(error)
         except RequestError as error:
-            answer = Answer.of(error)
+            answer = RowAnswer.of(error)
         except TimeoutError:
-            answer = Answer.of(RequestError(504, "timeout_error", f"no answer in {self._timeout_s:g} s"))
+            answer = RowAnswer.of(RequestError(504, "timeout_error", f"no answer in {self._timeout_s:g} s"))
         except OSError as error:
             message = f"{type(error).__name__}: {error}"
-            answer = Answer.of(RequestError(503, "service_unavailable", message))
+            answer = RowAnswer.of(RequestError(503, "service_unavailable", message))
         except Exception as error:
             logger.exception("a row failed by a fault of the service")
-            answer = Answer.of(internal_error(error))
+            answer = RowAnswer.of(internal_error(error))
         finally:
             run.tries.discard(task)
         if answer.status == 429:
             self._concurrency.refused(answer.retry_after_s)
         return answer
 
-    async def _result(self, run: Run, row: Row, answer: Answer, tries: int) -> Result:
+    async def _result(self, run: BatchRun, row: Row, answer: RowAnswer, tries: int) -> Result:
         return await look(len(row.text), lambda: run.result(row, answer, tries))

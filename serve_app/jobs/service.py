@@ -17,14 +17,14 @@ from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.auth.key_store import KeyStore
 from serve_app.jobs.batches import BatchRunner
-from serve_app.jobs.content import Content, Contents, Disk
+from serve_app.jobs.content import Content, Contents, DiskContent
 from serve_app.jobs.db import Database, Postgres
 from serve_app.jobs.errors import DatabaseError, FencedError, HeldError, StoreError
 from serve_app.jobs.key_rules import KeyRules
 from serve_app.jobs.models import OPEN
 from serve_app.jobs.pacing import Auto
 from serve_app.jobs.routes import BatchAPI
-from serve_app.jobs.rows import Client
+from serve_app.jobs.rows import RowClient
 from serve_app.jobs.storage import adopt_results, delete_noted
 from serve_app.jobs.store import Store
 from serve_app.relay.asgi import run_app
@@ -127,7 +127,7 @@ class BatchService:
         settings: BatchesSettings,
         store: Store,
         content: Contents,
-        client: Client,
+        client: RowClient,
         models: Collection[str],
         keys: KeyStore | None = None,
     ) -> None:
@@ -161,7 +161,7 @@ class BatchService:
     async def open(
         cls,
         settings: BatchesSettings,
-        client: Client,
+        client: RowClient,
         models: Collection[str],
         keys: KeyStore | None = None,
         held_s: float = HELD_S,
@@ -273,7 +273,7 @@ def _open_content(settings: BatchesSettings, epoch: int) -> Contents:
     folder = _folder(settings)
     if settings.content is None or "://" not in settings.content:
         folder = folder if settings.content is None else Path(settings.content).expanduser()
-        return Content(folder, epoch, Disk(folder))
+        return Content(folder, epoch, DiskContent(folder))
     # Imported only where it is used.
     from serve_app.jobs.object_storage import Objects
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol, Self
 
 from serve_app.api.scheduling import tier
-from serve_app.ledger.rows import Row, Source, utc
+from serve_app.ledger.rows import LedgerRow, Source, utc
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import Outcome, RequestUsage, worst
 
@@ -160,11 +160,11 @@ class Call:
         self.outcome = worst(self.outcome, outcome)
         self.usage.close(lambda: self._book.finish(self))
 
-    def row(self) -> Row:
+    def row(self) -> LedgerRow:
         """Return the call, which has ended, as a row. It is called in any thread."""
         book, origin, usage = self._book, self.origin, self.usage
         tokens = usage.counted
-        return Row(
+        return LedgerRow(
             call=f"{book.name}-{self.number}",
             time=utc(self.time),
             key=origin.key,

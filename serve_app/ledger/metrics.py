@@ -4,7 +4,7 @@ from serve_app.ledger.calls import CallBook, Sums
 from serve_app.ledger.writer import Ledger
 from serve_app.telemetry import catalogue
 from serve_app.telemetry.meters import Meters
-from serve_app.telemetry.tenants import Tenants
+from serve_app.telemetry.tenants import TenantLabels
 
 KINDS = ("prompt", "cached", "output")
 
@@ -23,7 +23,7 @@ class UsageMetrics:
         self._book = book
         self._ledger = ledger
         self._meters = meters
-        self._labels = Tenants(tenants)
+        self._labels = TenantLabels(tenants)
         self._last: dict[str, Sums] = {}
 
     def __call__(self) -> None:

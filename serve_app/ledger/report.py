@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from serve_app.ledger.prices import FILE, Prices, unpack
 from serve_app.ledger.remote import NEEDS as NEEDS_REMOTE
-from serve_app.ledger.rows import Row
+from serve_app.ledger.rows import LedgerRow
 from serve_app.relay.usage import Tokens
 from serve_app.system.home import below_home
 
@@ -43,7 +43,7 @@ KINDS = {
 }
 """Types of columns; of the others it is VARCHAR."""
 
-COLUMNS = {name: KINDS.get(name, "VARCHAR") for name in Row.__struct_fields__}
+COLUMNS = {name: KINDS.get(name, "VARCHAR") for name in LedgerRow.__struct_fields__}
 
 LIVE = "source IN ('http', 'handle') AND outcome = 'ok' AND endpoint NOT IN ('/generate', 'generate')"
 """Calls of live traffic with one prompt: of a list of prompts the ledger has the sums."""
@@ -58,12 +58,12 @@ class Total(NamedTuple):
 
     Attributes:
         calls: Number of rows.
-        prompt_tokens: As in a `Row`, and those below.
-        cached_tokens: As in a `Row`.
-        output_tokens: As in a `Row`.
-        cost: As in a `Row`.
-        wait_s: As in a `Row`.
-        engine_s: As in a `Row`.
+        prompt_tokens: As in a `LedgerRow`, and those below.
+        cached_tokens: As in a `LedgerRow`.
+        output_tokens: As in a `LedgerRow`.
+        cost: As in a `LedgerRow`.
+        wait_s: As in a `LedgerRow`.
+        engine_s: As in a `LedgerRow`.
         price: Cost in the currency of the prices; None: there are no prices.
     """
 
@@ -93,7 +93,7 @@ class Total(NamedTuple):
         )
 
 
-class Line(NamedTuple):
+class ReportLine(NamedTuple):
     """Sums of the rows that have the same values.
 
     Attributes:
@@ -156,7 +156,7 @@ class LedgerFiles:
         since: datetime | None = None,
         until: datetime | None = None,
         prices: Prices | None = None,
-    ) -> list[Line]:
+    ) -> list[ReportLine]:
         """Return sums over rows, those with the most tokens first; by days, in their order.
 
         Args:
@@ -185,7 +185,7 @@ class LedgerFiles:
                 numbers = numbers._replace(price=_price(prices, named, numbers))
             values = tuple(named[name] for name in by)
             totals[values] = totals.get(values, Total()).plus(numbers)
-        lines = [Line(values, total) for values, total in totals.items()]
+        lines = [ReportLine(values, total) for values, total in totals.items()]
         if "day" in by:
             return sorted(lines)
         return sorted(lines, key=lambda line: (-_size(line.total), line.values))

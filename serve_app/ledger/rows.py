@@ -11,7 +11,7 @@ Source = Literal["http", "handle", "batch", "warm_up"]
 """Origin of a call. `warm_up` is the replica's own: the warm-up of its engine, and trials of it."""
 
 
-class Row(msgspec.Struct, kw_only=True, frozen=True):
+class LedgerRow(msgspec.Struct, kw_only=True, frozen=True):
     """One call that an Engine ran, or that was lost with its Engine.
 
     The row of a lost call comes from the side of its caller, and has no tokens: their count died with the
@@ -65,11 +65,11 @@ class Row(msgspec.Struct, kw_only=True, frozen=True):
         return self.time.date().isoformat()
 
 
-FIELDS = Row.__struct_fields__
+FIELDS = LedgerRow.__struct_fields__
 """Names of the columns, in their order."""
 
 _encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(Row)
+_decoder = msgspec.json.Decoder(LedgerRow)
 
 
 def utc(seconds: float) -> datetime:
@@ -81,12 +81,12 @@ def utc(seconds: float) -> datetime:
     return datetime.fromtimestamp(round(seconds, 3), UTC)
 
 
-def encode(row: Row) -> bytes:
+def encode(row: LedgerRow) -> bytes:
     """Return a row as a line of JSON, with its end."""
     return _encoder.encode(row) + b"\n"
 
 
-def decode(data: bytes) -> tuple[list[Row], int]:
+def decode(data: bytes) -> tuple[list[LedgerRow], int]:
     """Read the lines that `encode` wrote.
 
     A crash may leave a part of the last line, and only of that one.

@@ -27,7 +27,7 @@ from serve_app.ledger.calls import Call, CallBook
 from serve_app.ledger.disk import DRAFT, Disk, LocalDisk
 from serve_app.ledger.parquet import NEEDS, to_parquet
 from serve_app.ledger.remote import Remote
-from serve_app.ledger.rows import Row, decode, encode
+from serve_app.ledger.rows import LedgerRow, decode, encode
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.usage import LedgerSettings, UsageSettings
 
@@ -67,7 +67,7 @@ JSONL, PARQUET = ".jsonl", ".parquet"
 Written = Callable[[Sequence[Call], int], None]
 """Told of calls whose rows are written or dropped, and of the rows so far, in the thread of `round`."""
 
-Died = Callable[[str, Callable[[int], list[Row]]], None]
+Died = Callable[[str, Callable[[int], list[LedgerRow]]], None]
 """Told of a process that has died, by its name and its rows from a number on, before these are moved."""
 
 
@@ -322,7 +322,7 @@ class Ledger:
         days = [_day(self._clock() - DAY_S * back) for back in (1, 0)]
         return [path for day in days for path in self._disk.files(self._folder, f"day={day}/*")]
 
-    def _rows(self, paths: list[Path], number: int) -> list[Row]:
+    def _rows(self, paths: list[Path], number: int) -> list[LedgerRow]:
         """Return the rows of segments from a number on."""
         rows = []
         for path in paths:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from serve_app.models.architecture import Architecture, read_architecture
-from serve_app.models.devices import Gpu, Machine
+from serve_app.models.devices import Machine, UsableGPU
 from serve_app.models.errors import ModelError
 from serve_app.models.families import Parsers, parsers_of
-from serve_app.models.memory import UTILIZATION, Demand, Sums, demand, gb, with_kv_cache
+from serve_app.models.memory import UTILIZATION, MemoryDemand, MemorySums, demand, gb, with_kv_cache
 from serve_app.models.model_files import ModelFiles
 
 SEQUENCES = 4
@@ -68,7 +68,7 @@ class Choice:
     architecture: Architecture
     machine: Machine
     parsers: Parsers
-    sums: Sums
+    sums: MemorySums
     dtype: str
     utilization: float | None
     max_model_len: int
@@ -170,7 +170,7 @@ def _notes(architecture: Architecture, known: frozenset[str], given: Mapping[str
     return notes
 
 
-def _dtype(architecture: Architecture, gpus: Sequence[Gpu]) -> str:
+def _dtype(architecture: Architecture, gpus: Sequence[UsableGPU]) -> str:
     """Return the type to run in: that of the weights, but none that the device lacks or that is a waste."""
     if architecture.quantization:
         return "auto"
@@ -182,7 +182,7 @@ def _dtype(architecture: Architecture, gpus: Sequence[Gpu]) -> str:
     return "float32" if architecture.model_type in NO_FLOAT16 else "float16"
 
 
-def _common(gpus: Sequence[Gpu], given: Mapping[str, Any]) -> tuple[Gpu, float, list[str]]:
+def _common(gpus: Sequence[UsableGPU], given: Mapping[str, Any]) -> tuple[UsableGPU, float, list[str]]:
     """Return what every GPU has, the share of it for vLLM, and notes."""
     notes = []
     least = min(gpus, key=lambda gpu: gpu.memory)
@@ -200,8 +200,13 @@ def _common(gpus: Sequence[Gpu], given: Mapping[str, Any]) -> tuple[Gpu, float, 
 
 
 def _spread(
-    wanted: Demand, gpu: Gpu, utilization: float, stages: int, count: int, given: Mapping[str, Any]
-) -> tuple[int, Sums]:
+    wanted: MemoryDemand,
+    gpu: UsableGPU,
+    utilization: float,
+    stages: int,
+    count: int,
+    given: Mapping[str, Any],
+) -> tuple[int, MemorySums]:
     """Return the fewest GPUs that hold the model together, and the sums of each.
 
     Raises:
@@ -215,7 +220,7 @@ def _spread(
         )
     numbers = [fixed] if fixed else _parallels(wanted.architecture, count // stages)
 
-    def sums_of(number: int) -> Sums:
+    def sums_of(number: int) -> MemorySums:
         return _own_cache(wanted.on_gpu(gpu.memory, utilization, number, stages), given)
 
     for number in numbers:
@@ -239,7 +244,7 @@ def _parallels(architecture: Architecture, most: int) -> list[int]:
     return [number for number in powers if number <= most and architecture.attention_heads % number == 0]
 
 
-def _own_cache(sums: Sums, given: Mapping[str, Any]) -> Sums:
+def _own_cache(sums: MemorySums, given: Mapping[str, Any]) -> MemorySums:
     """Return the sums with the KV cache that the user has set, if so."""
     size = given.get("kv_cache_memory_bytes")
     return with_kv_cache(sums, size) if size else sums
@@ -258,7 +263,9 @@ def _good_tokens(architecture: Architecture, given: Mapping[str, Any]) -> int:
     return max(SEQUENCES * length, _least_tokens(architecture, given))
 
 
-def _refusal(wanted: Demand, sums: Sums, given: Mapping[str, Any], place: str, more: str) -> ModelError:
+def _refusal(
+    wanted: MemoryDemand, sums: MemorySums, given: Mapping[str, Any], place: str, more: str
+) -> ModelError:
     """Return the error of a KV cache that is too small, with the sums and what would do.
 
     Args:
@@ -300,13 +307,13 @@ def _context(architecture: Architecture, tokens: int) -> int:
     return longest // CONTEXT_STEP * CONTEXT_STEP
 
 
-def _sequences(gpu: Gpu | None, tokens: int) -> int:
+def _sequences(gpu: UsableGPU | None, tokens: int) -> int:
     most = CPU_SEQUENCES if gpu is None else 512 if gpu.memory >= LARGE_GPU else 256
     # A power of two, as those of which vLLM captures graphs.
     return int(max(8, min(most, 1 << max(0, (tokens // TYPICAL_REQUEST).bit_length() - 1))))
 
 
-def _step_tokens(gpu: Gpu | None) -> int:
+def _step_tokens(gpu: UsableGPU | None) -> int:
     if gpu is None:
         return CPU_STEP_TOKENS
     return 8192 if gpu.memory >= BIG_GPU else 4096

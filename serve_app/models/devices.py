@@ -10,7 +10,7 @@ from serve_app.system.limits import available_cores, available_memory
 
 
 @dataclass(frozen=True)
-class Gpu:
+class UsableGPU:
     """A GPU.
 
     Attributes:
@@ -36,7 +36,7 @@ class Machine:
         memory: Bytes of the host's memory that are available.
     """
 
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[UsableGPU, ...]
     cores: int
     memory: int
 
@@ -58,7 +58,7 @@ def find_machine(environment: Mapping[str, str] | None = None) -> Machine:
     return Machine(gpus, max(1, int(available_cores())), available_memory().free)
 
 
-def find_gpus(gpus: Sequence[GPU], visible: str | None) -> tuple[Gpu, ...]:
+def find_gpus(gpus: Sequence[GPU], visible: str | None) -> tuple[UsableGPU, ...]:
     """Return what a model can have of the GPUs of this machine.
 
     Args:
@@ -77,7 +77,7 @@ def find_gpus(gpus: Sequence[GPU], visible: str | None) -> tuple[Gpu, ...]:
     return tuple(_usable(gpu) for gpu in visible_gpus(gpus, visible))
 
 
-def _usable(gpu: GPU) -> Gpu:
+def _usable(gpu: GPU) -> UsableGPU:
     """Return what a model can have of a GPU."""
     if gpu.is_divided:
         raise ModelError(
@@ -90,4 +90,4 @@ def _usable(gpu: GPU) -> Gpu:
             f"GPU {gpu.number} ({gpu.name}) doesn't tell its memory; write a config with "
             "engine.max_model_len and engine.gpu_memory_utilization (configs/README.md)"
         )
-    return Gpu(gpu.name, gpu.total - gpu.reserved, gpu.used, gpu.capability)
+    return UsableGPU(gpu.name, gpu.total - gpu.reserved, gpu.used, gpu.capability)

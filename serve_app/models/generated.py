@@ -18,7 +18,7 @@ from serve_app.models.hub import Hub
 from serve_app.models.memory import gb
 from serve_app.models.model_service import context_reason, model_service, service_id, sums_line
 from serve_app.models.overrides import Override, check, engine_options, value_at
-from serve_app.models.service import ServeConfig, Service, serve_config
+from serve_app.models.service import ServeConfig, ServiceParts, serve_config
 from serve_app.models.source import read_source
 from serve_app.settings.messages import plain_errors
 from serve_app.settings.schema import SettingsError, parse
@@ -170,7 +170,7 @@ def _devices(machine: Machine) -> str:
     return f"{len(machine.gpus)} x {' and '.join(names)} ({memory}{each})"
 
 
-def _demo_summary(service: Service, machine: Machine) -> tuple[str, ...]:
+def _demo_summary(service: ServiceParts, machine: Machine) -> tuple[str, ...]:
     place = "one GPU" if machine.gpus else "the CPU"
     return (
         f"model      {service.source}, which comes with this package: 0.8 million parameters, no download",

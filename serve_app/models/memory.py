@@ -32,7 +32,7 @@ CPU_KV_STEP = 64 << 20
 
 
 @dataclass(frozen=True)
-class Sums:
+class MemorySums:
     """Sums of the memory of a device, in bytes.
 
     Attributes:
@@ -58,7 +58,7 @@ class Sums:
 
 
 @dataclass(frozen=True)
-class Demand:
+class MemoryDemand:
     """Memory that a model takes, for any number of devices.
 
     Attributes:
@@ -71,7 +71,7 @@ class Demand:
     weight_bytes: int
     value_bytes: float
 
-    def on_gpu(self, memory: int, utilization: float, parallel: int, stages: int = 1) -> Sums:
+    def on_gpu(self, memory: int, utilization: float, parallel: int, stages: int = 1) -> MemorySums:
         """Return the sums of each of some GPUs that share the model.
 
         Args:
@@ -83,9 +83,9 @@ class Demand:
         usable = int(memory * utilization)
         weights = -(-self.weight_bytes // (parallel * stages))
         per_token = -(-self.architecture.kv_bytes_per_token(self.value_bytes, parallel) // stages)
-        return Sums(memory, usable, weights, RESERVE, max(0, usable - weights - RESERVE), per_token)
+        return MemorySums(memory, usable, weights, RESERVE, max(0, usable - weights - RESERVE), per_token)
 
-    def on_cpu(self, memory: int, tokens: int) -> Sums:
+    def on_cpu(self, memory: int, tokens: int) -> MemorySums:
         """Return the sums of a host.
 
         Args:
@@ -96,15 +96,17 @@ class Demand:
         per_token = self.architecture.kv_bytes_per_token(self.value_bytes)
         most = min(CPU_KV_MOST, -(-tokens * per_token // CPU_KV_STEP) * CPU_KV_STEP)
         left = max(0, min(most, usable - self.weight_bytes - CPU_RESERVE))
-        return Sums(memory, usable, self.weight_bytes, CPU_RESERVE, left - left % CPU_KV_STEP, per_token)
+        return MemorySums(
+            memory, usable, self.weight_bytes, CPU_RESERVE, left - left % CPU_KV_STEP, per_token
+        )
 
 
-def with_kv_cache(sums: Sums, kv_cache: int) -> Sums:
+def with_kv_cache(sums: MemorySums, kv_cache: int) -> MemorySums:
     """Return sums with a KV cache of a given size in bytes, in place of what is left."""
     return replace(sums, kv_cache=kv_cache)
 
 
-def demand(files: ModelFiles, architecture: Architecture, dtype: str, kv_dtype: str | None) -> Demand:
+def demand(files: ModelFiles, architecture: Architecture, dtype: str, kv_dtype: str | None) -> MemoryDemand:
     """Return what a model takes.
 
     Args:
@@ -117,7 +119,7 @@ def demand(files: ModelFiles, architecture: Architecture, dtype: str, kv_dtype: 
     if architecture.quantization is None:
         weight_bytes = weight_bytes * DTYPE_BYTES[dtype] // DTYPE_BYTES[architecture.dtype]
     value_bytes = 1 if kv_dtype and kv_dtype.startswith("fp8") else DTYPE_BYTES[dtype]
-    return Demand(architecture, weight_bytes, value_bytes)
+    return MemoryDemand(architecture, weight_bytes, value_bytes)
 
 
 def gb(count: float) -> str:

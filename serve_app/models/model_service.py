@@ -4,10 +4,10 @@ import re
 
 from serve_app.models.architecture import DTYPE_BYTES, Architecture
 from serve_app.models.choose import BFLOAT16_FROM, GOOD_CONTEXT, SEQUENCES, Choice
-from serve_app.models.memory import CPU_RESERVE, RESERVE, Sums, gb
-from serve_app.models.service import ONE_PROCESS, Service, described
+from serve_app.models.memory import CPU_RESERVE, RESERVE, MemorySums, gb
+from serve_app.models.service import ONE_PROCESS, ServiceParts, described
 from serve_app.settings.models import EngineSettings
-from serve_app.system.yaml_text import Item, Section
+from serve_app.system.yaml_text import Noted, Section
 
 ANSWER_TOKENS, REASONING_TOKENS = 512, 4096
 """Default of `max_tokens` for `/generate`, without and with reasoning before the answer."""
@@ -25,7 +25,7 @@ def service_id(source: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "-", last).lstrip("._-")[:100] or "model"
 
 
-def model_service(choice: Choice, id: str, head: str) -> Service:
+def model_service(choice: Choice, id: str, head: str) -> ServiceParts:
     """Return the service of a model.
 
     Args:
@@ -36,7 +36,7 @@ def model_service(choice: Choice, id: str, head: str) -> Service:
     ingress_cores = 1.0 if choice.devices and choice.machine.cores >= MOST_CORES else 0.5
     engine_cores = _engine_cores(choice, choice.machine.cores - ingress_cores)
     spare = choice.machine.cores - engine_cores * choice.replicas
-    return Service(
+    return ServiceParts(
         head=head,
         id=id,
         source=choice.files.source,
@@ -49,7 +49,7 @@ def model_service(choice: Choice, id: str, head: str) -> Service:
     )
 
 
-def sums_line(sums: Sums) -> str:
+def sums_line(sums: MemorySums) -> str:
     """Return the sums of a device's memory as a line."""
     return (
         f"{gb(sums.usable)} of {gb(sums.device)} - weights {gb(sums.weights)} - reserve {gb(sums.reserve)} "
@@ -75,14 +75,14 @@ def context_reason(architecture: Architecture, context: int, tokens: int) -> str
 
 def _engine(choice: Choice) -> Section:
     sums = choice.sums
-    engine: Section = {"dtype": Item(choice.dtype, _dtype_reason(choice))}
+    engine: Section = {"dtype": Noted(choice.dtype, _dtype_reason(choice))}
     if choice.utilization is not None:
-        engine["gpu_memory_utilization"] = Item(
+        engine["gpu_memory_utilization"] = Noted(
             choice.utilization,
             f"{_about('gpu_memory_utilization')} Here: {sums_line(sums)}. The reserve of {gb(RESERVE)} is "
             "for activations and libraries; vLLM measures the real number at its start.",
         )
-    engine["max_model_len"] = Item(
+    engine["max_model_len"] = Noted(
         choice.max_model_len,
         f"{_about('max_model_len')} Here: "
         f"{context_reason(choice.architecture, choice.max_model_len, sums.tokens)}.",
@@ -95,13 +95,13 @@ def _engine(choice: Choice) -> Section:
     if choice.utilization is None:
         engine |= _cpu(choice)
     if choice.tensor_parallel > 1:
-        engine["tensor_parallel_size"] = Item(
+        engine["tensor_parallel_size"] = Noted(
             choice.tensor_parallel,
             f"GPUs that share the weights, {gb(sums.weights)} each: fewer have no room for them and for "
             f"{SEQUENCES} requests of {GOOD_CONTEXT:,} tokens.",
         )
     if choice.devices > 1:
-        engine["distributed_executor_backend"] = Item(
+        engine["distributed_executor_backend"] = Noted(
             "mp", "Each of its GPUs has a process of the replica's own, on the same machine."
         )
     return engine | _parsers(choice)
@@ -113,12 +113,12 @@ def _about(name: str) -> str:
 
 def _cpu(choice: Choice) -> Section:
     return {
-        "kv_cache_memory_bytes": Item(
+        "kv_cache_memory_bytes": Noted(
             choice.sums.kv_cache,
             f"{_about('kv_cache_memory_bytes')} Here: {sums_line(choice.sums)}. The reserve of "
             f"{gb(CPU_RESERVE)} is for libraries and activations.",
         ),
-        "enforce_eager": Item(True, "No compilation, which takes minutes on a CPU."),
+        "enforce_eager": Noted(True, "No compilation, which takes minutes on a CPU."),
         "distributed_executor_backend": ONE_PROCESS,
     }
 
@@ -141,14 +141,14 @@ def _dtype_reason(choice: Choice) -> str:
 def _parsers(choice: Choice) -> Section:
     engine: Section = {}
     if choice.parsers.tools:
-        engine["enable_auto_tool_choice"] = Item(
+        engine["enable_auto_tool_choice"] = Noted(
             True,
             "Clients may offer tools. The parser has to match the format in which the model writes tool "
             "calls.",
         )
-        engine["tool_call_parser"] = Item(choice.parsers.tools)
+        engine["tool_call_parser"] = Noted(choice.parsers.tools)
     if choice.parsers.reasoning:
-        engine["reasoning_parser"] = Item(
+        engine["reasoning_parser"] = Noted(
             choice.parsers.reasoning,
             "The model reasons before it answers. The parser tells the two apart, so that clients get the "
             "reasoning in a field of its own.",
@@ -156,10 +156,13 @@ def _parsers(choice: Choice) -> Section:
     return engine
 
 
-def _sampling(choice: Choice) -> Item:
+def _sampling(choice: Choice) -> Noted:
     tokens = REASONING_TOKENS if choice.parsers.reasoning else ANSWER_TOKENS
-    return Item(
-        {"temperature": Item(0.7), "max_tokens": Item(min(tokens, max(1, choice.max_model_len // 2)))},
+    return Noted(
+        {
+            "temperature": Noted(0.7),
+            "max_tokens": Noted(min(tokens, max(1, choice.max_model_len // 2))),
+        },
         "Defaults of /generate; the routes below /v1 have vLLM's.",
     )
 
@@ -179,17 +182,17 @@ def _ingress(cores: float, most: int) -> Section:
         most: Replicas that have room.
     """
     most = min(MOST_INGRESS, most)
-    options = Item({"num_cpus": Item(cores if cores < 1 else int(cores))})
+    options = Noted({"num_cpus": Noted(cores if cores < 1 else int(cores))})
     if most < 2:
         options.value["num_cpus"].comment = "...that reserves this much of a core in Ray."
-        return {"num_replicas": Item(1, "One replica..."), "ray_actor_options": options}
+        return {"num_replicas": Noted(1, "One replica..."), "ray_actor_options": options}
     options.value["num_cpus"].comment = "A replica runs in one thread."
     return {
-        "autoscaling_config": Item(
+        "autoscaling_config": Noted(
             {
-                "min_replicas": Item(1, "One replica relays thousands of tokens per second."),
-                "max_replicas": Item(most),
-                "target_ongoing_requests": Item(
+                "min_replicas": Noted(1, "One replica relays thousands of tokens per second."),
+                "max_replicas": Noted(most),
+                "target_ongoing_requests": Noted(
                     200, "Concurrent requests per replica; above it Serve starts another replica."
                 ),
             }
@@ -201,14 +204,14 @@ def _ingress(cores: float, most: int) -> Section:
 def _deployment(choice: Choice, cores: float) -> Section:
     options: Section = {}
     if choice.devices:
-        options["num_gpus"] = Item(choice.devices, "GPUs per replica.")
-        options["num_cpus"] = Item(cores, "Cores per replica: tokenizing, scheduling, streaming.")
+        options["num_gpus"] = Noted(choice.devices, "GPUs per replica.")
+        options["num_cpus"] = Noted(cores, "Cores per replica: tokenizing, scheduling, streaming.")
         count = len(choice.machine.gpus)
         reason = f"Copies of the model. This machine has {count} GPU{'s' if count > 1 else ''}."
     elif choice.replicas > 1:
-        options["num_cpus"] = Item(cores, "Cores per replica; the rest of the service uses what is left.")
+        options["num_cpus"] = Noted(cores, "Cores per replica; the rest of the service uses what is left.")
         reason = "Copies of the model, which share the cores of this machine."
     else:
-        options["num_cpus"] = Item(cores, "Cores of the engine; one is left to the rest of the service.")
+        options["num_cpus"] = Noted(cores, "Cores of the engine; one is left to the rest of the service.")
         reason = "One copy of the model."
-    return {"num_replicas": Item(choice.replicas, reason), "ray_actor_options": Item(options)}
+    return {"num_replicas": Noted(choice.replicas, reason), "ray_actor_options": Noted(options)}

@@ -11,11 +11,11 @@ from serve_app.settings.batches import BatchesSettings
 from serve_app.settings.environment import CONTROLLER, DRAINING, OFFLINE, REPLICAS, Variable
 from serve_app.settings.ingress import IngressSettings
 from serve_app.settings.models import BatcherSettings, LLMSettings
-from serve_app.system.yaml_text import Item, Section, render
+from serve_app.system.yaml_text import Noted, Section, render
 
 HOST, PORT = "127.0.0.1", 8000
 
-ONE_PROCESS = Item(
+ONE_PROCESS = Noted(
     "vllm.v1.executor.uniproc_executor.UniProcExecutor",
     "The model runs in the engine's own process. vLLM's default on a CPU is a second process; the two poll "
     "each other, which takes half of two cores.",
@@ -24,7 +24,7 @@ ONE_PROCESS = Item(
 
 
 @dataclass
-class Service:
+class ServiceParts:
     """What differs between the services of one model.
 
     Attributes:
@@ -43,7 +43,7 @@ class Service:
     id: str
     source: str
     engine: Section
-    sampling: Item
+    sampling: Noted
     offline: bool
     folder: str
     ingress: Section
@@ -75,46 +75,46 @@ class ServeConfig:
     def text(self) -> str:
         """Return the config as YAML."""
         application = {
-            "name": Item("llm", "Name of the application, for deployment handles."),
-            "route_prefix": Item("/", "Path prefix of all routes."),
-            "import_path": Item(
+            "name": Noted("llm", "Name of the application, for deployment handles."),
+            "route_prefix": Noted("/", "Path prefix of all routes."),
+            "import_path": Noted(
                 "serve_app.app:build", "The function that builds the application from `args`."
             ),
-            "runtime_env": Item({"env_vars": Item(self.environment)}),
-            "args": Item({"models": Item([self.model]), **self.args}),
-            "deployments": Item([self.ingress, self.deployment]),
+            "runtime_env": Noted({"env_vars": Noted(self.environment)}),
+            "args": Noted({"models": Noted([self.model]), **self.args}),
+            "deployments": Noted([self.ingress, self.deployment]),
         }
         document = {
-            "controller_options": Item({"runtime_env": Item({"env_vars": Item(_variables(CONTROLLER))})}),
-            "http_options": Item(self.http),
-            "applications": Item([application]),
+            "controller_options": Noted({"runtime_env": Noted({"env_vars": Noted(_variables(CONTROLLER))})}),
+            "http_options": Noted(self.http),
+            "applications": Noted([application]),
         }
         return render(document, self.head)
 
 
-def serve_config(service: Service) -> ServeConfig:
+def serve_config(service: ServiceParts) -> ServeConfig:
     """Return the config of a service; no part of it is shared with the service."""
     # A value that is set in a config would change `ONE_PROCESS` for all later ones.
     service = deepcopy(service)
     model: Section = {
         **described(LLMSettings, id=service.id, source=service.source),
-        "engine": Item(service.engine, "Options of `vllm serve`, with underscores."),
-        "batcher": Item(described(BatcherSettings, policy=..., max_queue_size=...)),
+        "engine": Noted(service.engine, "Options of `vllm serve`, with underscores."),
+        "batcher": Noted(described(BatcherSettings, policy=..., max_queue_size=...)),
         "sampling": service.sampling,
     }
     return ServeConfig(
         service.head,
         http={
-            "host": Item(
+            "host": Noted(
                 HOST, "127.0.0.1: only this machine can connect. A cluster of several machines needs 0.0.0.0."
             ),
-            "port": Item(PORT),
+            "port": Noted(PORT),
         },
         args=_args(service.folder),
         model=model,
-        ingress={"name": Item("Ingress", "The HTTP front. It holds no model."), **service.ingress},
+        ingress={"name": Noted("Ingress", "The HTTP front. It holds no model."), **service.ingress},
         deployment={
-            "name": Item(engine_name(service.id), "The model. The name is `Engine:` and the id from above."),
+            "name": Noted(engine_name(service.id), "The model. The name is `Engine:` and the id from above."),
             **service.deployment,
         },
         environment=_variables(REPLICAS, DRAINING, *([OFFLINE] if service.offline else [])),
@@ -122,7 +122,7 @@ def serve_config(service: Service) -> ServeConfig:
 
 
 def _variables(*variables: Variable) -> Section:
-    return {variable.name: Item(variable.value, variable.reason) for variable in variables}
+    return {variable.name: Noted(variable.value, variable.reason) for variable in variables}
 
 
 def described(settings: type[BaseModel], **values: Any) -> Section:
@@ -134,7 +134,7 @@ def described(settings: type[BaseModel], **values: Any) -> Section:
     """
     fields = settings.model_fields
     return {
-        name: Item(fields[name].default if value is ... else value, fields[name].description or "")
+        name: Noted(fields[name].default if value is ... else value, fields[name].description or "")
         for name, value in values.items()
     }
 
@@ -142,7 +142,7 @@ def described(settings: type[BaseModel], **values: Any) -> Section:
 def _args(folder: str) -> Section:
     """Return the args beside the models."""
     return {
-        "ingress": Item(
+        "ingress": Noted(
             described(IngressSettings, max_body_bytes=..., body_timeout_s=..., max_prompts=..., max_n=...),
             "API keys: not needed on 127.0.0.1. The file has the keys' hashes; `saturate keys new` makes an "
             "entry, and a change takes effect within seconds.\n"
@@ -150,7 +150,7 @@ def _args(folder: str) -> Section:
             "   keys_file: /etc/saturate/keys.yaml\n"
             "Limits for HTTP requests. These are the defaults.",
         ),
-        "batches": Item(
+        "batches": Noted(
             described(BatchesSettings, folder=f"~/.local/share/saturate/{folder}"),
             "Files and batches (/v1/files, /v1/batches), which survive a restart. Left out: there are none.",
         ),

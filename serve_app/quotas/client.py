@@ -57,7 +57,7 @@ _HEADERS = [
 ]
 
 
-class Store(Protocol):
+class QuotaStore(Protocol):
     """The service that keeps the counters."""
 
     async def take(self, report: HolderReport) -> HolderAnswer:
@@ -98,7 +98,7 @@ class QuotaClient:
     def __init__(
         self,
         settings: QuotasSettings,
-        store: Store,
+        store: QuotaStore,
         name: str,
         *,
         rows: Callable[[], int] = lambda: 0,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from serve_app.quotas.counters import LimitState
 from serve_app.telemetry import catalogue
 from serve_app.telemetry.meters import Meters
-from serve_app.telemetry.tenants import Tenants
+from serve_app.telemetry.tenants import TenantLabels
 
 logger = logging.getLogger("ray.serve")
 
@@ -32,7 +32,7 @@ class QuotaMetrics:
     def __init__(self, states: Callable[[], States], most: int, meters: Meters | None = None) -> None:
         self._states = states
         self._meters = meters or Meters(catalogue.QUOTAS)
-        self._labels = Tenants(most)
+        self._labels = TenantLabels(most)
         self._recorded: set[tuple[str, str]] = set()
         self._task: asyncio.Task[None] | None = None
 

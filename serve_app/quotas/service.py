@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from serve_app.quotas.counters import Charge, Counters, HolderAnswer, HolderReport, LimitState
-from serve_app.quotas.state import State, StateError, TakenOverError, open_state
+from serve_app.quotas.state import QuotaStateError, State, TakenOverError, open_state
 from serve_app.quotas.tenants import TenantQuotas
 from serve_app.quotas.windows import WindowClock
 from serve_app.settings.batches import BatchesSettings
@@ -70,7 +70,7 @@ class QuotaService:
         try:
             self._counters = Counters(stored, monotonic())
         except (ValueError, TypeError) as error:
-            raise StateError(
+            raise QuotaStateError(
                 f"{state.place}: this is not the state of quotas ({error}). Restore it, or remove it: "
                 "all windows then begin anew."
             ) from error
@@ -174,7 +174,7 @@ class QuotaService:
             self._unsaved = True
             if isinstance(error, TakenOverError):
                 self._taken_over = error
-            if isinstance(error, StateError):
+            if isinstance(error, QuotaStateError):
                 logger.warning("quotas: the state can't be saved: %s", error)
             else:
                 logger.exception("quotas: the state can't be saved")

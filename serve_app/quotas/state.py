@@ -31,11 +31,11 @@ EPOCH = "epoch"
 CONNECT_S = 10
 
 
-class StateError(Exception):
+class QuotaStateError(Exception):
     """The database fails, or can't be reached. Nothing is known of a save that was under way."""
 
 
-class TakenOverError(StateError):
+class TakenOverError(QuotaStateError):
     """Another process has loaded the state since."""
 
 
@@ -124,8 +124,8 @@ class SQLState:
         if rows:
             db.execute(table.insert(), rows)
 
-    def _error(self, error: SQLAlchemyError) -> StateError:
-        return StateError(f"{self.place}: {getattr(error, 'orig', None) or error}")
+    def _error(self, error: SQLAlchemyError) -> QuotaStateError:
+        return QuotaStateError(f"{self.place}: {getattr(error, 'orig', None) or error}")
 
 
 class RedisState:
@@ -151,7 +151,9 @@ class RedisState:
         try:
             import redis
         except ImportError:
-            raise StateError("usage.quotas.database needs redis: pip install 'saturate[redis]'") from None
+            raise QuotaStateError(
+                "usage.quotas.database needs redis: pip install 'saturate[redis]'"
+            ) from None
         parts = urlsplit(url)
         self.place = f"redis://{parts.hostname or ''}:{parts.port or 6379}{parts.path}"
         self._error: type[Exception] = redis.RedisError
@@ -167,7 +169,7 @@ class RedisState:
             self._epoch = str(self._redis.hincrby(self.HASH, EPOCH, 1))
             state: dict[str, str] = dict(self._redis.hgetall(self.HASH))
         except self._error as error:
-            raise StateError(f"{self.place}: {error}") from error
+            raise QuotaStateError(f"{self.place}: {error}") from error
         state.pop(EPOCH, None)
         return state
 
@@ -178,7 +180,7 @@ class RedisState:
         try:
             done = self._redis.eval(self.SAVE, 1, self.HASH, self._epoch, len(kept) // 2, *kept, *dropped)
         except self._error as error:
-            raise StateError(f"{self.place}: {error}") from error
+            raise QuotaStateError(f"{self.place}: {error}") from error
         if not done:
             raise TakenOverError(f"{self.place}: another process keeps these quotas now")
 
@@ -191,7 +193,7 @@ def _epoch(place: str, text: str | int) -> int:
     try:
         return int(text)
     except ValueError:
-        raise StateError(f"{place}: this is not the state of quotas: its {EPOCH} is {text!r}") from None
+        raise QuotaStateError(f"{place}: this is not the state of quotas: its {EPOCH} is {text!r}") from None
 
 
 def open_state(folder: Path | None, url: str | None) -> State:
@@ -211,7 +213,7 @@ def _sqlite(folder: Path) -> SQLState:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StateError(f"{path}: {error}") from error
+        raise QuotaStateError(f"{path}: {error}") from error
     engine = create_engine(
         f"sqlite:///{path}", poolclass=StaticPool, connect_args={"check_same_thread": False}
     )
@@ -251,6 +253,8 @@ def _postgres(url: str) -> SQLState:
             },
         )
     except (ImportError, NoSuchModuleError):
-        raise StateError("usage.quotas.database needs psycopg: pip install 'saturate[postgres]'") from None
+        raise QuotaStateError(
+            "usage.quotas.database needs psycopg: pip install 'saturate[postgres]'"
+        ) from None
     # Without the password.
     return SQLState(engine, f"postgresql://{parts.hostname or ''}{parts.path}")

@@ -17,7 +17,7 @@ SETTLED_S = 60.0
 """Seconds after which a jump ahead is taken for the right time. One that is undone before changes nothing."""
 
 
-class Window(NamedTuple):
+class CalendarWindow(NamedTuple):
     """One window: a minute, a day or a month of the calendar.
 
     Attributes:
@@ -31,15 +31,15 @@ class Window(NamedTuple):
     ends_at: int
 
 
-def window_at(span: Span, at: float) -> Window:
+def window_at(span: Span, at: float) -> CalendarWindow:
     """Return the window that holds a time, in seconds since the epoch."""
     if span != "month":
         length = MINUTE_S if span == "minute" else DAY_S
         starts_at = int(at // length) * length
-        return Window(span, starts_at, starts_at + length)
+        return CalendarWindow(span, starts_at, starts_at + length)
     first = datetime.fromtimestamp(at, UTC).replace(day=1, hour=0, minute=0, second=0, microsecond=0)
     starts_at = int(first.timestamp())
-    return Window(span, starts_at, starts_at + monthrange(first.year, first.month)[1] * DAY_S)
+    return CalendarWindow(span, starts_at, starts_at + monthrange(first.year, first.month)[1] * DAY_S)
 
 
 class WindowClock:

@@ -39,7 +39,7 @@ class GPU(NamedTuple):
     is_divided: bool = False
 
 
-class Holder(NamedTuple):
+class GPUProcess(NamedTuple):
     """A process that holds memory of a GPU.
 
     Attributes:
@@ -66,7 +66,7 @@ class Devices(NamedTuple):
     driver: str
     cuda: tuple[int, int]
     gpus: tuple[GPU, ...] = ()
-    holders: tuple[Holder, ...] = ()
+    holders: tuple[GPUProcess, ...] = ()
 
 
 def read_devices(library: Any = None) -> Devices | None:
@@ -143,12 +143,12 @@ def _gpu(nvml: Any, number: int, handle: Any) -> GPU:
     )
 
 
-def _holders(nvml: Any, handle: Any) -> list[Holder]:
+def _holders(nvml: Any, handle: Any) -> list[GPUProcess]:
     found = []
     with suppress(nvml.NVMLError):
         for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
             name = "a process"
             with suppress(nvml.NVMLError):
                 name = nvml.nvmlSystemGetProcessName(process.pid)
-            found.append(Holder(process.pid, name, process.usedGpuMemory))
+            found.append(GPUProcess(process.pid, name, process.usedGpuMemory))
     return found

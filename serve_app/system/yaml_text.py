@@ -26,7 +26,7 @@ Place = tuple[str | int, ...]
 
 
 @dataclass
-class Item:
+class Noted:
     """A value and its comment.
 
     Attributes:
@@ -39,14 +39,14 @@ class Item:
     comment: str = ""
 
 
-Section = dict[str, Item]
+Section = dict[str, Noted]
 
 
 class NotYAMLError(ValueError):
     """A text is not YAML; the message names the problem and its line."""
 
 
-class FormError(ValueError):
+class YAMLFormError(ValueError):
     """A text has a form in which a value can't be changed alone, such as one anchor for two values."""
 
 
@@ -79,10 +79,10 @@ def put(section: Section, place: Sequence[str], value: Any, comment: str) -> Non
         if key in section:
             section[key].value = value
         else:
-            section[key] = Item(value, comment)
+            section[key] = Noted(value, comment)
         return
     if key not in section or not is_section(section[key].value):
-        section[key] = Item({}, comment)
+        section[key] = Noted({}, comment)
     put(section[key].value, rest, value, comment)
 
 
@@ -139,14 +139,14 @@ def updated(text: str, content: Any, comments: Mapping[Place, str] | None = None
     try:
         root = _yaml(text).load(text)
         if not isinstance(root, CommentedBase):
-            raise FormError("the document is empty, or one value")
+            raise YAMLFormError("the document is empty, or one value")
         _update(root, before, content, (), comments or {})
         changed = _written(root, text)
         if load(changed) != content:
-            raise FormError("two of its values are one")
+            raise YAMLFormError("two of its values are one")
     except (YAMLError, NotYAMLError, IndexError) as error:
         # ruamel.yaml 0.19 raises an IndexError for a comment above a document in one line.
-        raise FormError(str(error)) from None
+        raise YAMLFormError(str(error)) from None
     return changed
 
 
@@ -154,7 +154,7 @@ def updated_or_new(text: str, content: Any, comments: Mapping[Place, str] | None
     """Return a text with other values as `updated` does; without comments if its form can't be changed."""
     try:
         return updated(text, content, comments)
-    except FormError:
+    except YAMLFormError:
         return dump(content)
 
 
@@ -219,7 +219,7 @@ def _with_comments(value: Any, place: Place, comments: Mapping[Place, str]) -> A
     """Return a mapping as a section, so that it is written in block style."""
     if isinstance(value, dict) and value:
         return {
-            key: Item(_with_comments(each, (*place, key), comments), comments.get((*place, key), ""))
+            key: Noted(_with_comments(each, (*place, key), comments), comments.get((*place, key), ""))
             for key, each in value.items()
         }
     return value
@@ -232,7 +232,7 @@ def _column(node: Any) -> int:
 
 def is_section(value: Any) -> bool:
     """Return whether a value is a section of its own lines."""
-    return isinstance(value, dict) and bool(value) and all(isinstance(item, Item) for item in value.values())
+    return isinstance(value, dict) and bool(value) and all(isinstance(item, Noted) for item in value.values())
 
 
 def _node(value: Any, depth: int, quoted: str = "") -> Any:
@@ -254,7 +254,7 @@ def _node(value: Any, depth: int, quoted: str = "") -> Any:
         for index, section in enumerate(value):
             # The comment of the first key stands above the dash.
             (key, first), *rest = section.items()
-            entries.append(_node({key: Item(first.value)} | dict(rest), depth + 2))
+            entries.append(_node({key: Noted(first.value)} | dict(rest), depth + 2))
             _comment(entries, index, first.comment, depth)
         return entries
     if isinstance(value, dict):

@@ -8,7 +8,7 @@ from serve_app.api.scheduling import TIERS, tier
 from serve_app.telemetry import catalogue
 from serve_app.telemetry.catalogue import Metric
 from serve_app.telemetry.meters import Meters
-from serve_app.telemetry.tenants import Tenants
+from serve_app.telemetry.tenants import TenantLabels
 
 ItemT = TypeVar("ItemT")
 
@@ -43,7 +43,7 @@ class BatcherMetrics:
         model: str,
         batcher: ContinuousBatcher | DynamicBatcher[object, object],
         meters: Meters,
-        tenants: Tenants,
+        tenants: TenantLabels,
     ) -> None:
         self._model = model
         self._batcher = batcher

@@ -11,7 +11,7 @@ from serve_app.telemetry.batchers import BatcherMetrics, metrics_of
 from serve_app.telemetry.faults import FaultCount
 from serve_app.telemetry.meters import Meters
 from serve_app.telemetry.reporter import Reporter
-from serve_app.telemetry.tenants import Tenants
+from serve_app.telemetry.tenants import TenantLabels
 
 
 class EngineTelemetry:
@@ -39,7 +39,7 @@ class EngineTelemetry:
             meters = Meters(metrics_of(batcher))
             self._faults = faults = FaultCount()
             jobs.append(lambda: faults.report(meters))
-            jobs.append(BatcherMetrics(model, batcher, meters, Tenants(settings.tenants)))
+            jobs.append(BatcherMetrics(model, batcher, meters, TenantLabels(settings.tenants)))
             jobs += [make(meters) for make in more]
             jobs.append(meters.report)
         if settings.traces is not None:

@@ -9,7 +9,7 @@ HALF = 60
 """Rounds after which a cost counts half."""
 
 
-class Tenants:
+class TenantLabels:
     """Gives labels of their own to the tenants with the highest recent cost.
 
     A series, once begun, lasts until its process ends. So a label is given for good, to each tenant among the

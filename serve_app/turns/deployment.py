@@ -14,7 +14,7 @@ from serve_app.system.cpu_scheduling import use_batch_scheduling
 from serve_app.system.garbage_collection import collect_rarely
 from serve_app.system.rounds import Rounds
 from serve_app.system.serve_logging import flush_warnings
-from serve_app.turns.messages import Order, Report
+from serve_app.turns.messages import Order, TurnReport
 from serve_app.turns.rota import Rota
 
 logger = logging.getLogger("ray.serve")
@@ -62,7 +62,7 @@ class Turns:
         use_batch_scheduling()
         collect_rarely()
 
-    async def exchange(self, report: Report) -> Order:
+    async def exchange(self, report: TurnReport) -> Order:
         """Take the report of an engine, and return what it is to do."""
         key = (report.group, report.device)
         if key not in self.rotas:

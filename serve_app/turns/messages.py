@@ -10,7 +10,7 @@ HOLDING = frozenset[State]({"loading", "awake", "draining", "waking"})
 """States in which an engine has the memory of the device."""
 
 
-class Demand(NamedTuple):
+class TurnDemand(NamedTuple):
     """The work of an engine. Times are spans: clocks of two processes differ.
 
     Attributes:
@@ -30,7 +30,7 @@ class Demand(NamedTuple):
     left_s: float = 0.0
 
 
-class Report(NamedTuple):
+class TurnReport(NamedTuple):
     """The report of an engine.
 
     Attributes:
@@ -51,7 +51,7 @@ class Report(NamedTuple):
     model: str
     number: int
     state: State
-    demand: Demand = Demand()
+    demand: TurnDemand = TurnDemand()
     sleep_s: float = 0.0
     wake_s: float = 0.0
 

@@ -3,8 +3,8 @@
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 
-from serve_app.turns.messages import HOLDING, Order, Report
-from serve_app.turns.schedule import NO_TIER, Awake, Limits, Waiting, expected_s, next_turn
+from serve_app.turns.messages import HOLDING, Order, TurnReport
+from serve_app.turns.schedule import NO_TIER, Awake, TurnLimits, Waiting, expected_s, next_turn
 
 RECENT = 8
 """Drains of which the longest counts for the next one."""
@@ -19,7 +19,7 @@ class Member:
         at: When that came.
     """
 
-    report: Report
+    report: TurnReport
     at: float
 
     @property
@@ -47,8 +47,8 @@ class Rota:
         still_s: Seconds in which switches have kept the device from work, by the model whose turn they began.
 
     Args:
-        min_turn_s: See `Limits`.
-        max_wait_s: See `Limits`.
+        min_turn_s: See `TurnLimits`.
+        max_wait_s: See `TurnLimits`.
         opens_at: Time before which a free device is given to nobody: its holder may not have reported yet.
     """
 
@@ -66,15 +66,15 @@ class Rota:
         self._drains: deque[float] = deque([0.0], RECENT)
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> TurnLimits:
         """The settings and the cost of a switch, as measured so far."""
         reports = [member.report for member in self.members.values()]
         still = max((one.sleep_s for one in reports), default=0.0) + max(
             (one.wake_s for one in reports), default=0.0
         )
-        return Limits(self._min_turn_s, self._max_wait_s, still + max(self._drains), still)
+        return TurnLimits(self._min_turn_s, self._max_wait_s, still + max(self._drains), still)
 
-    def exchange(self, report: Report, now: float) -> Order:
+    def exchange(self, report: TurnReport, now: float) -> Order:
         """Take in a report, decide, and return what the engine is to do."""
         known = self.members.get(report.replica)
         if known is None or known.report.number < report.number:
@@ -97,7 +97,7 @@ class Rota:
             self._next = None
         self._decide(now)
 
-    def _hold(self, report: Report, before: str | None, now: float) -> None:
+    def _hold(self, report: TurnReport, before: str | None, now: float) -> None:
         """Follow the engine that has the device."""
         if self.holder is None:
             # It has had the device for longer than this rota knows.

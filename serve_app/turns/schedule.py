@@ -49,7 +49,7 @@ class Awake(NamedTuple):
     left_s: float = 0.0
 
 
-class Limits(NamedTuple):
+class TurnLimits(NamedTuple):
     """Settings of a group, and the measured cost of its switches.
 
     Attributes:
@@ -70,7 +70,9 @@ class Limits(NamedTuple):
         return self.switch_s + self.min_turn_s
 
 
-def next_turn(now: float, awake: Awake | None, others: Mapping[str, Waiting], limits: Limits) -> str | None:
+def next_turn(
+    now: float, awake: Awake | None, others: Mapping[str, Waiting], limits: TurnLimits
+) -> str | None:
     """Return the model whose turn begins now; None: the one that is awake goes on.
 
     In this order:
@@ -110,7 +112,7 @@ def next_turn(now: float, awake: Awake | None, others: Mapping[str, Waiting], li
     return name if first < (True, awake.tier, -awake.tokens) else None
 
 
-def latest_start(others: Mapping[str, Waiting], limits: Limits) -> float:
+def latest_start(others: Mapping[str, Waiting], limits: TurnLimits) -> float:
     """Return the time by which the next switch must begin for all that wait to be in time."""
     return min(
         others[name].since + limits.max_wait_s - place * limits.round_s
@@ -119,7 +121,7 @@ def latest_start(others: Mapping[str, Waiting], limits: Limits) -> float:
 
 
 def expected_s(
-    now: float, name: str, awake: Awake | None, others: Mapping[str, Waiting], limits: Limits
+    now: float, name: str, awake: Awake | None, others: Mapping[str, Waiting], limits: TurnLimits
 ) -> float:
     """Return the seconds until a model that isn't awake has its turn, as things stand.
 
@@ -138,7 +140,7 @@ def expected_s(
     return start - now + limits.switch_s + _by_age(others).index(name) * limits.round_s
 
 
-def _choose(now: float, others: Mapping[str, Waiting], limits: Limits) -> str:
+def _choose(now: float, others: Mapping[str, Waiting], limits: TurnLimits) -> str:
     """Return the most urgent model, if the others can wait for so long; otherwise the oldest."""
     first = min(others, key=lambda name: (*_rank(now, others[name], limits), others[name].since, name))
     rest = {name: one for name, one in others.items() if name != first}
@@ -151,7 +153,7 @@ def _by_age(others: Mapping[str, Waiting]) -> list[str]:
     return sorted(others, key=lambda name: (others[name].since, name))
 
 
-def _rank(now: float, one: Waiting, limits: Limits) -> tuple[bool, int, int]:
+def _rank(now: float, one: Waiting, limits: TurnLimits) -> tuple[bool, int, int]:
     """Return the urgency of a model that waits; the lowest goes first.
 
     A deadline comes first that is kept by a switch now, and hardly by a later one.

@@ -194,7 +194,6 @@ async def test_a_continuous_batcher_serves_threads_too() -> None:
             return f"<{record}>"
 
         assert await in_thread(lambda: client.process(process, 7, 5, timeout=WAIT_S)) == "<7>"
-    assert threading.active_count() < 50
 
 
 def start_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:

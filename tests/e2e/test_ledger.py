@@ -19,7 +19,7 @@ from click.testing import CliRunner
 
 from serve_app.api.protocol import JSON
 from serve_app.cli.main import saturate
-from serve_app.ledger.report import LedgerFiles, Line
+from serve_app.ledger.report import LedgerFiles, ReportLine
 from tests.e2e.fault_injection import CORE, inject, wait_until_whole
 from tests.e2e.load import BODY, PROMPTS
 from tests.e2e.service import Service
@@ -93,7 +93,7 @@ def folder(service: Service) -> Path:
     return Path(service.config["applications"][0]["args"]["usage"]["ledger"]["folder"])
 
 
-def lines(service: Service, *by: str) -> dict[tuple[str, ...], Line]:
+def lines(service: Service, *by: str) -> dict[tuple[str, ...], ReportLine]:
     files = LedgerFiles(str(folder(service)))
     found = files.sums(by)
     assert files.wrong == 0

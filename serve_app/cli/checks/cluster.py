@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from serve_app.cli.checks.finding import Case, Finding, ok, problem, warning
+from serve_app.cli.checks.finding import CheckInput, Finding, ok, problem, warning
 from serve_app.cli.dashboard import token_headers
 
 CONNECT_S = 5.0
@@ -15,7 +15,7 @@ CONNECT_S = 5.0
 DASHBOARD_PORT = 8265
 
 
-def check_cluster(case: Case) -> Finding | None:
+def check_cluster(case: CheckInput) -> Finding | None:
     """Check that the cluster can be reached, and has the Ray of this machine; None: there is no cluster."""
     address = case.address
     if not address:
@@ -51,7 +51,7 @@ def check_cluster(case: Case) -> Finding | None:
     return _versions(case, address, dashboard)
 
 
-def _versions(case: Case, address: str, dashboard: str) -> Finding:
+def _versions(case: CheckInput, address: str, dashboard: str) -> Finding:
     """Compare the Ray of the cluster with that of this machine."""
     here, there = case.machine.version("ray"), ""
     with suppress(httpx.HTTPError, ValueError, KeyError, TypeError):

@@ -1,18 +1,18 @@
 """Check of the config itself."""
 
-from serve_app.cli.checks.finding import Case, Finding, ok, problem
+from serve_app.cli.checks.finding import CheckInput, Finding, ok, problem
 from serve_app.cli.errors import LaunchError
 
 
-def check_config(case: Case) -> Finding | None:
+def check_config(case: CheckInput) -> Finding | None:
     """Check the config as `saturate serve` does; None: there is none."""
-    if case.plan.path is None:
+    if case.needs.path is None:
         return None
     # It imports Ray.
     from serve_app.cli.serve_config import read_config
 
     try:
-        read_config(case.plan.path)
+        read_config(case.needs.path)
     except LaunchError as error:
         return problem(error.message, "correct the config; configs/reference.md explains every setting")
-    return ok(str(case.plan.path))
+    return ok(str(case.needs.path))

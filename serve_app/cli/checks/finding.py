@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from serve_app.cli.checks.plan import Plan
-from serve_app.cli.machine import Machine
+from serve_app.cli.checks.needs import Needs
+from serve_app.cli.machine import MachineFacts
 
 Level = Literal["ok", "warning", "problem"]
 
@@ -31,21 +31,21 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class CheckInput:
     """The machine, config and cluster that the checks look at.
 
     Attributes:
         machine: The machine.
-        plan: The needs of a config; those of none in particular without one.
+        needs: The needs of a config; those of none in particular without one.
         address: Ray cluster that the service is to run in; None: it starts a Ray of its own.
     """
 
-    machine: Machine
-    plan: Plan
+    machine: MachineFacts
+    needs: Needs
     address: str | None = None
 
 
-Check = Callable[[Case], Finding | None]
+Check = Callable[[CheckInput], Finding | None]
 """Looks at one thing; returns None if it plays no part in the case."""
 
 
@@ -64,7 +64,7 @@ def problem(text: str, fix: str) -> Finding:
     return Finding("problem", text, fix)
 
 
-def together(findings: Sequence[Finding]) -> Finding | None:
+def combined(findings: Sequence[Finding]) -> Finding | None:
     """Return several findings as one: those of the worst level; None: there are none."""
     level = max((one.level for one in findings), key=LEVELS.index, default=None)
     if level is None:

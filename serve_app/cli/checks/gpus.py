@@ -2,13 +2,13 @@
 
 import re
 
-from serve_app.cli.checks.finding import Case, Finding, ok, problem, warning
-from serve_app.cli.machine import Machine
+from serve_app.cli.checks.finding import CheckInput, Finding, ok, problem, warning
+from serve_app.cli.machine import MachineFacts
 from serve_app.settings.turns import UTILIZATION
 from serve_app.system.gpus import VISIBLE, DriverError, visible_gpus
 
 
-def check_driver(case: Case) -> Finding:
+def check_driver(case: CheckInput) -> Finding:
     """Check the NVIDIA driver, and that it runs the CUDA for which torch is built."""
     machine = case.machine
     build = torch_cuda(machine)
@@ -47,7 +47,7 @@ def check_driver(case: Case) -> Finding:
     return ok(f"{driver}, CUDA up to {newest[0]}.{newest[1]}, torch for {build}")
 
 
-def check_gpus(case: Case) -> Finding | None:
+def check_gpus(case: CheckInput) -> Finding | None:
     """Check the number of GPUs and their free memory."""
     try:
         devices = case.machine.devices()
@@ -68,8 +68,8 @@ def check_gpus(case: Case) -> Finding | None:
         )
     holders = ", ".join(f"{one.name} (pid {one.pid}, {_gb(one.memory)})" for one in devices.holders)
     held = f"; in use by {holders}" if holders else ""
-    for model in case.plan.llms:
-        reserved = case.plan.gpus_of(model.id)
+    for model in case.needs.llms:
+        reserved = case.needs.gpus_of(model.id)
         if not reserved or model.simulate is not None:
             continue
         part = model.engine.gpu_memory_utilization or UTILIZATION
@@ -81,20 +81,20 @@ def check_gpus(case: Case) -> Finding | None:
                     f"free{held}",
                     "end those processes (`saturate stop`), or lower engine.gpu_memory_utilization",
                 )
-    if holders and not case.plan.deployments:
+    if holders and not case.needs.deployments:
         return warning(f"{listed}{held}", "end those processes before a service starts (`saturate stop`)")
     return ok(listed or "none is visible")
 
 
-def torch_cuda(machine: Machine) -> str | None:
+def torch_cuda(machine: MachineFacts) -> str | None:
     """Return the CUDA version for which torch is built, such as "12.9"; None: it is built without."""
     found = re.search(r"^cuda\b[^=]*=\s*'([\d.]+)'", machine.package_text("torch", "version.py") or "", re.M)
     return found[1] if found else None
 
 
-def _wanted(case: Case) -> float:
+def _wanted(case: CheckInput) -> float:
     """Return the GPUs that the config reserves here; those of a cluster may be in other machines."""
-    return 0.0 if case.address else sum(one.gpus * one.replicas for one in case.plan.deployments)
+    return 0.0 if case.address else sum(one.gpus * one.replicas for one in case.needs.deployments)
 
 
 def _version(text: str) -> tuple[int, int]:

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from serve_app.cli.checks.finding import Case, Finding, ok, problem, together, warning
+from serve_app.cli.checks.finding import CheckInput, Finding, combined, ok, problem, warning
 from serve_app.cli.errors import LaunchError
-from serve_app.cli.runs import MARK, Run, find_runs
+from serve_app.cli.runs import MARK, RunningService, find_runs
 from serve_app.ingress.haproxy import STATISTICS_HOST
 from serve_app.system.processes import Listener, environment, listeners
 
@@ -32,23 +32,23 @@ class Port(NamedTuple):
     setting: str
 
 
-def ports(case: Case) -> Iterator[Port]:
+def ports(case: CheckInput) -> Iterator[Port]:
     """Yield the ports that a service of a config needs."""
-    plan = case.plan
-    yield Port("HTTP", plan.host, plan.port, "http_options.port in the config")
-    if plan.haproxy:
-        host = plan.variable(STATISTICS_HOST, case.machine.environment) or "127.0.0.1"
+    needs = case.needs
+    yield Port("HTTP", needs.host, needs.port, "http_options.port in the config")
+    if needs.haproxy:
+        host = needs.variable(STATISTICS_HOST, case.machine.environment) or "127.0.0.1"
         own = "0.0.0.0" if host == "*" else host
         for use, name, default, place in (
             ("HAProxy's statistics", "RAY_SERVE_HAPROXY_STATS_PORT", 8404, own),
             ("HAProxy's metrics", "RAY_SERVE_HAPROXY_METRICS_PORT", 9101, own),
             ("HTTP without replicas", "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT", 8500, "0.0.0.0"),
         ):
-            given = plan.variable(name, case.machine.environment)
+            given = needs.variable(name, case.machine.environment)
             yield Port(use, place, int(given) if given.isdigit() else default, name)
 
 
-def check_ports(case: Case) -> Finding | None:
+def check_ports(case: CheckInput) -> Finding | None:
     """Check that the ports are free, and find out who holds those that aren't."""
     runs = [run for run in find_runs() if run.alive]
     needed = list(ports(case))
@@ -58,10 +58,10 @@ def check_ports(case: Case) -> Finding | None:
             f"all ports from {DASHBOARD[0]} to {DASHBOARD[-1]} are taken, where Ray's dashboard is looked for"
         )
         found.append(problem(text, "end one of the programs there"))
-    return together(found) or ok(f"{', '.join(str(port.number) for port in needed)} are free")
+    return combined(found) or ok(f"{', '.join(str(port.number) for port in needed)} are free")
 
 
-def _check(port: Port, runs: list[Run]) -> Finding | None:
+def _check(port: Port, runs: list[RunningService]) -> Finding | None:
     reason = _refusal(port.host, port.number)
     if not reason:
         return None
@@ -92,7 +92,7 @@ def _refusal(host: str, port: int) -> str:
     return ""
 
 
-def _service(holders: list[Listener], runs: list[Run]) -> Run | None:
+def _service(holders: list[Listener], runs: list[RunningService]) -> RunningService | None:
     """Return the service to which a process belongs that listens."""
     for one in holders:
         mark = environment(one.pid).get(MARK)
@@ -102,7 +102,7 @@ def _service(holders: list[Listener], runs: list[Run]) -> Run | None:
     return None
 
 
-def check_leftovers(case: Case) -> Finding:
+def check_leftovers(case: CheckInput) -> Finding:
     """Check that no process of a killed service is left."""
     runs = find_runs()
     found = [
@@ -118,4 +118,4 @@ def check_leftovers(case: Case) -> Finding:
         ids = " ".join(str(one.pid) for one in orphans)
         found.append(warning(f"engines without a service are left: pid {ids}", f"kill {ids}"))
     living = [f"a service runs on port {run.port} (pid {run.launcher})" for run in runs if run.alive]
-    return together(found) or ok("; ".join(living) or "none")
+    return combined(found) or ok("; ".join(living) or "none")

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from serve_app.cli.checks.finding import Case, Finding, ok, problem, together, warning
+from serve_app.cli.checks.finding import CheckInput, Finding, combined, ok, problem, warning
 from serve_app.ingress.haproxy import FILES, FOLDER, SOCKETS, STATISTICS_HOST
 from serve_app.settings.addresses import is_loopback
 from serve_app.settings.environment import CONTROLLER
@@ -13,17 +13,17 @@ WRITING = 0o022
 """The permissions of a group and of others to write."""
 
 
-def check_private_files(case: Case) -> Finding:
+def check_private_files(case: CheckInput) -> Finding:
     """Check that no other user can reach HAProxy's sockets, Ray's token, or write to the file of API keys."""
     found = [*_token(case), *_sessions(case), *_keys(case)]
-    if case.plan.haproxy:
+    if case.needs.haproxy:
         found += [*_sockets(case), *_statistics(case)]
-    return together(found) or ok("sockets, token and keys are closed to others")
+    return combined(found) or ok("sockets, token and keys are closed to others")
 
 
-def _sockets(case: Case) -> Iterator[Finding]:
+def _sockets(case: CheckInput) -> Iterator[Finding]:
     for name in SOCKETS:
-        given = case.plan.variable(name, case.machine.environment)
+        given = case.needs.variable(name, case.machine.environment)
         folder = (Path(given) if given else FILES[name]).parent
         owned = case.machine.owned(folder)
         if owned is None:
@@ -37,9 +37,9 @@ def _sockets(case: Case) -> Iterator[Finding]:
             yield problem(text, f"chmod 700 {folder}")
 
 
-def _statistics(case: Case) -> Iterator[Finding]:
-    host = case.plan.variable(STATISTICS_HOST, case.machine.environment) or "127.0.0.1"
-    if not case.plan.limited:
+def _statistics(case: CheckInput) -> Iterator[Finding]:
+    host = case.needs.variable(STATISTICS_HOST, case.machine.environment) or "127.0.0.1"
+    if not case.needs.limited:
         text = "HAProxy's statistics and metrics listen on all interfaces, and its connections have no limits"
         yield warning(text, f"{CONTROLLER.name}: {CONTROLLER.value} for the controller")
     elif not is_loopback(host):
@@ -47,7 +47,7 @@ def _statistics(case: Case) -> Iterator[Finding]:
         yield warning(text, f"leave {STATISTICS_HOST} out, unless a firewall keeps others away")
 
 
-def _token(case: Case) -> Iterator[Finding]:
+def _token(case: CheckInput) -> Iterator[Finding]:
     file = token_file(case.machine.environment)
     owned = case.machine.owned(file)
     if owned is not None and owned.mode & OTHERS:
@@ -55,7 +55,7 @@ def _token(case: Case) -> Iterator[Finding]:
         yield problem(text, f"chmod 600 {file}; if others had access, remove it, and restart Ray")
 
 
-def _sessions(case: Case) -> Iterator[Finding]:
+def _sessions(case: CheckInput) -> Iterator[Finding]:
     folder = Path(case.machine.environment.get("RAY_TMPDIR", "/tmp"), "ray")
     owned = case.machine.owned(folder)
     if owned is not None and not owned.mine:
@@ -63,8 +63,8 @@ def _sessions(case: Case) -> Iterator[Finding]:
         yield warning(text, "set RAY_TMPDIR to a folder of your own")
 
 
-def _keys(case: Case) -> Iterator[Finding]:
-    for file in case.plan.keys_files:
+def _keys(case: CheckInput) -> Iterator[Finding]:
+    for file in case.needs.keys_files:
         owned = case.machine.owned(file)
         if owned is not None and owned.mode & WRITING:
             yield problem(

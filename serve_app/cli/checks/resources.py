@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from serve_app.cli.checks.finding import GIB, Case, Finding, gib, ok, problem, together, warning
+from serve_app.cli.checks.finding import GIB, CheckInput, Finding, combined, gib, ok, problem, warning
 from serve_app.ingress.haproxy import LEAST_CONNECTIONS, MAXCONN, connections, open_files
 from serve_app.settings.environment import CONNECTIONS as DEFAULT_MAXCONN
 
@@ -20,12 +20,12 @@ PROCESSES = 2 * GIB
 """Bytes of Ray, Serve, an Ingress replica and an engine, without weights and KV cache."""
 
 
-def check_open_files(case: Case) -> Finding | None:
+def check_open_files(case: CheckInput) -> Finding | None:
     """Check the limit of open files, of which HAProxy needs many."""
-    if not case.plan.haproxy:
+    if not case.needs.haproxy:
         return None
     _, hard = case.machine.open_files()
-    number = case.plan.variables.get(MAXCONN) or DEFAULT_MAXCONN.value
+    number = case.needs.variables.get(MAXCONN) or DEFAULT_MAXCONN.value
     wanted = int(number) if number.isdecimal() else LEAST_CONNECTIONS
     least = open_files(min(wanted, LEAST_CONNECTIONS))
     fix = (
@@ -41,10 +41,10 @@ def check_open_files(case: Case) -> Finding | None:
     return ok("no limit" if hard < 0 else f"{hard:,}")
 
 
-def check_shared_memory(case: Case) -> Finding:
+def check_shared_memory(case: CheckInput) -> Finding:
     """Check the size of the shared memory, in which Ray and NCCL exchange data."""
     space = case.machine.space(SHARED_MEMORY)
-    several = [model.id for model in case.plan.llms if (model.engine.tensor_parallel_size or 1) > 1]
+    several = [model.id for model in case.needs.llms if (model.engine.tensor_parallel_size or 1) > 1]
     fix = "`--shm-size=8g` of a container; on Kubernetes an emptyDir with `medium: Memory` at /dev/shm"
     text = f"{SHARED_MEMORY} has {gib(space.total)}"
     if several and space.free < SHARED_FOR_NCCL:
@@ -56,7 +56,7 @@ def check_shared_memory(case: Case) -> Finding:
     return ok(f"{gib(space.free)} of {gib(space.total)} free")
 
 
-def check_disk(case: Case) -> Finding | None:
+def check_disk(case: CheckInput) -> Finding | None:
     """Check the space for Ray's session, its logs and what it spills."""
     folder = Path(case.machine.environment.get("RAY_TMPDIR", "/tmp"), "ray")
     space = case.machine.space(folder)
@@ -69,16 +69,16 @@ def check_disk(case: Case) -> Finding | None:
     return ok(text)
 
 
-def check_cores(case: Case) -> Finding:
+def check_cores(case: CheckInput) -> Finding:
     """Check that Ray has as many cores as the config reserves at its start."""
     cores = case.machine.cores()
     there = f"{cores:g} core{'' if cores == 1 else 's'}"
     if case.address:
         return ok(f"{there} here; those of the cluster count")
-    wanted = sum(one.cores * one.replicas for one in case.plan.deployments)
+    wanted = sum(one.cores * one.replicas for one in case.needs.deployments)
     # Ray counts whole cores.
     if wanted > max(1, int(cores)):
-        shares = ", ".join(f"{one.name} {one.replicas} x {one.cores:g}" for one in case.plan.deployments)
+        shares = ", ".join(f"{one.name} {one.replicas} x {one.cores:g}" for one in case.needs.deployments)
         return problem(
             f"{there}, and the config reserves {wanted:g} ({shares}): replicas would wait for ever",
             "lower num_cpus of ray_actor_options or the replicas, under `deployments` of the config",
@@ -88,13 +88,13 @@ def check_cores(case: Case) -> Finding:
     return ok(f"{there}; the config reserves {wanted:g}" if wanted else there)
 
 
-def check_memory(case: Case) -> Finding:
+def check_memory(case: CheckInput) -> Finding:
     """Check that the memory holds Ray, and the KV cache of engines that run on a CPU."""
     memory = case.machine.memory()
     caches = [
         (one.replicas, model.engine.kv_cache_memory_bytes or 0)
-        for model in case.plan.llms
-        for one in case.plan.deployments
+        for model in case.needs.llms
+        for one in case.needs.deployments
         if one.name == f"Engine:{model.id}" and not one.gpus and model.simulate is None
     ]
     wanted = PROCESSES + sum(replicas * size for replicas, size in caches)
@@ -114,4 +114,4 @@ def check_memory(case: Case) -> Finding:
                 "end other programs, or give the container more memory",
             )
         )
-    return together(found) or ok(text)
+    return combined(found) or ok(text)

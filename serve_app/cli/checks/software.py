@@ -10,7 +10,7 @@ from typing import NamedTuple
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from serve_app.cli.checks.finding import Case, Finding, ok, problem, together, warning
+from serve_app.cli.checks.finding import CheckInput, Finding, combined, ok, problem, warning
 
 CHECKOUT = Path(__file__).parents[3] / "pyproject.toml"
 """The project file; a checkout has it, an installed package doesn't."""
@@ -57,7 +57,7 @@ def read_project(file: Path = CHECKOUT) -> Project:
     )
 
 
-def check_python(case: Case, version: str = "", project: Project | None = None) -> Finding:
+def check_python(case: CheckInput, version: str = "", project: Project | None = None) -> Finding:
     """Check the version of Python."""
     version = version or platform.python_version()
     allowed = (project or read_project()).python
@@ -69,7 +69,7 @@ def check_python(case: Case, version: str = "", project: Project | None = None) 
     return ok(version)
 
 
-def check_packages(case: Case, project: Project | None = None) -> Finding | None:
+def check_packages(case: CheckInput, project: Project | None = None) -> Finding | None:
     """Check the versions of the packages that the project asks for."""
     project = project or read_project()
     version = case.machine.version
@@ -88,15 +88,15 @@ def check_packages(case: Case, project: Project | None = None) -> Finding | None
         found.append(warning(text, "pip install -e ."))
     if all(one.level == "ok" for one in found):
         return ok(f"saturate {installed}, ray {version('ray')}, {found[-1].text}")
-    return together(found)
+    return combined(found)
 
 
-def _engines(case: Case, project: Project) -> Finding:
+def _engines(case: CheckInput, project: Project) -> Finding:
     """Check the build of vLLM."""
     there = {one.name: found for one in project.engines if (found := case.machine.version(one.name))}
     choose = "pip install -e '.[gpu]' on a machine with GPUs, or '.[cpu]'"
     if not there:
-        if case.plan.models and not case.plan.llms:
+        if case.needs.models and not case.needs.llms:
             return ok("no vLLM: the config has functions only")
         return problem("vLLM is missing, which language models need", choose)
     if len(there) > 1:
@@ -111,10 +111,10 @@ def _engines(case: Case, project: Project) -> Finding:
     return ok(f"{name} {found}")
 
 
-def check_byte_code(case: Case) -> Finding:
+def check_byte_code(case: CheckInput) -> Finding:
     """Check that Python keeps byte code on disk, or that that of vLLM is there."""
     name = "PYTHONDONTWRITEBYTECODE"
-    if not case.plan.variable(name, case.machine.environment):
+    if not case.needs.variable(name, case.machine.environment):
         return ok("is kept on disk")
     modules = [module for module in ("vllm", "ray") if not case.machine.has_byte_code(module)]
     if not modules:
@@ -126,12 +126,12 @@ def check_byte_code(case: Case) -> Finding:
     )
 
 
-def check_haproxy(case: Case) -> Finding | None:
+def check_haproxy(case: CheckInput) -> Finding | None:
     """Check that Ray Serve finds HAProxy."""
-    if not case.plan.haproxy:
+    if not case.needs.haproxy:
         return None
     machine = case.machine
-    given = case.plan.variable("RAY_SERVE_HAPROXY_BINARY_PATH", machine.environment)
+    given = case.needs.variable("RAY_SERVE_HAPROXY_BINARY_PATH", machine.environment)
     if given:
         place = machine.find_program(given)
         if place is None:

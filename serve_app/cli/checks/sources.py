@@ -6,7 +6,7 @@ from pathlib import Path
 
 import httpx
 
-from serve_app.cli.checks.finding import GIB, Case, Finding, gib, ok, problem, together, warning
+from serve_app.cli.checks.finding import GIB, CheckInput, Finding, combined, gib, ok, problem, warning
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.sources import DEMO_MODEL
 from serve_app.system.home import below_home
@@ -22,12 +22,12 @@ CACHE_LEAST, CACHE_USUAL = GIB, 20 * GIB
 LICENCE = "accept the licence on the model's page, and set HF_TOKEN to a token of that account"
 
 
-def check_sources(case: Case) -> Finding | None:
+def check_sources(case: CheckInput) -> Finding | None:
     """Check that the sources of the language models are there; None: there is nothing to check."""
-    return together([finding for model in case.plan.llms for finding in _model(case, model)])
+    return combined([finding for model in case.needs.llms for finding in _model(case, model)])
 
 
-def _model(case: Case, model: LLMSettings) -> Iterator[Finding]:
+def _model(case: CheckInput, model: LLMSettings) -> Iterator[Finding]:
     source = model.source
     if source == DEMO_MODEL or "://" in source:
         return
@@ -40,7 +40,7 @@ def _model(case: Case, model: LLMSettings) -> Iterator[Finding]:
         yield from _hub_model(case, model)
 
 
-def _hub_model(case: Case, model: LLMSettings) -> Iterator[Finding]:
+def _hub_model(case: CheckInput, model: LLMSettings) -> Iterator[Finding]:
     source = model.source
     cache = _cache(case)
     cached = any((cache / f"models--{source.replace('/', '--')}" / "snapshots").glob("*/*"))
@@ -64,7 +64,7 @@ def _hub_model(case: Case, model: LLMSettings) -> Iterator[Finding]:
             yield warning(text, fix)
 
 
-def _reach(case: Case, model: LLMSettings, cached: bool) -> Finding:
+def _reach(case: CheckInput, model: LLMSettings, cached: bool) -> Finding:
     """Ask the hub for the model's configuration; no more than its head is read."""
     source, token = model.source, _token(case)
     hub = (_variable(case, "HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
@@ -99,13 +99,13 @@ def _reach(case: Case, model: LLMSettings, cached: bool) -> Finding:
     return warning(f"{hub} answers {status} for {source}", "try again later")
 
 
-def _cache(case: Case) -> Path:
+def _cache(case: CheckInput) -> Path:
     if given := _variable(case, "HF_HUB_CACHE"):
         return below_home(given)
     return _home(case) / "hub"
 
 
-def _token(case: Case) -> str:
+def _token(case: CheckInput) -> str:
     """Return the hub's token; empty: there is none."""
     if given := _variable(case, "HF_TOKEN"):
         return given.strip()
@@ -113,11 +113,11 @@ def _token(case: Case) -> str:
     return (case.machine.read(below_home(file) if file else _home(case) / "token") or "").strip()
 
 
-def _home(case: Case) -> Path:
+def _home(case: CheckInput) -> Path:
     home = _variable(case, "HF_HOME")
     caches = case.machine.environment.get("XDG_CACHE_HOME") or "~/.cache"
     return below_home(home or f"{caches}/huggingface")
 
 
-def _variable(case: Case, name: str) -> str:
-    return case.plan.variable(name, case.machine.environment)
+def _variable(case: CheckInput, name: str) -> str:
+    return case.needs.variable(name, case.machine.environment)

@@ -22,7 +22,7 @@ from serve_app.engine.grammars import GrammarCheck
 from serve_app.engine.stream_interval import StreamIntervals
 from serve_app.engine.vllm.application import build_application, describe_application
 from serve_app.engine.vllm.client import GatedLLM
-from serve_app.engine.vllm.generate import Generate
+from serve_app.engine.vllm.generate import GenerateCalls
 from serve_app.engine.vllm.lora import Adapters, lora_options
 from serve_app.engine.vllm.media import use_allowed_hosts
 from serve_app.engine.vllm.options import batcher_of, limits_of, text_batcher_of, vllm_args
@@ -204,7 +204,7 @@ class VLLMEngine:
         await self._texts.start()
         app, routes = await build_application(self.llm, self._args)
         self.describe = cache(partial(describe_application, app, routes))
-        self.generate = Generate(self.llm, self.adapters, app.state.online_renderer, self._defaults)
+        self.generate = GenerateCalls(self.llm, self.adapters, app.state.online_renderer, self._defaults)
         # vLLM asks the environment for its settings several times per request.
         enable_envs_cache()
         hide_refusals()

@@ -121,7 +121,7 @@ class Texts:
         return None
 
 
-class Generate:
+class GenerateCalls:
     """Completes lists of prompts.
 
     Args:

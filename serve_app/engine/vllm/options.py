@@ -62,7 +62,7 @@ def vllm_args(settings: LLMSettings, defaults: Mapping[str, Any] | None = None) 
     return args
 
 
-class Limits(NamedTuple):
+class BatcherLimits(NamedTuple):
     """Limits of admission, from the config or else from vLLM.
 
     Attributes:
@@ -82,7 +82,7 @@ class Limits(NamedTuple):
     background: int | None = None
 
 
-def limits_of(settings: BatcherSettings, llm: AsyncLLM) -> Limits:
+def limits_of(settings: BatcherSettings, llm: AsyncLLM) -> BatcherLimits:
     """Return the limits of admission to a vLLM engine that has started."""
     cache = llm.vllm_config.cache_config
     if cache.num_gpu_blocks > 1:
@@ -92,7 +92,7 @@ def limits_of(settings: BatcherSettings, llm: AsyncLLM) -> Limits:
         # An encoder has no KV cache: one step runs, and the next one waits in vLLM.
         step = max(llm.vllm_config.scheduler_config.max_num_batched_tokens, llm.model_config.max_model_len)
         capacity = STEPS_WITHOUT_CACHE * step
-    return Limits(
+    return BatcherLimits(
         settings.capacity_tokens or max(capacity, cache.block_size),
         settings.max_running,
         llm.vllm_config.scheduler_config.max_num_seqs,
@@ -114,7 +114,7 @@ def text_batcher_of(settings: BatcherSettings, lanes: Lanes) -> ContinuousBatche
     )
 
 
-def batcher_of(settings: BatcherSettings, limits: Limits, lanes: Lanes) -> ContinuousBatcher:
+def batcher_of(settings: BatcherSettings, limits: BatcherLimits, lanes: Lanes) -> ContinuousBatcher:
     """Return the batcher that admits jobs within `limits`, and as the `lanes` allow."""
     return ContinuousBatcher(
         capacity=limits.capacity,

@@ -25,13 +25,13 @@ from serve_app.dataset.prompts import Prompter
 from serve_app.dataset.run import Drive
 from serve_app.ingress.replica_choice import ReplicaChoice, ReplicaState
 from serve_app.jobs.batches import BatchRunner
-from serve_app.jobs.content import Content, Contents, Disk
+from serve_app.jobs.content import Content, Contents, DiskContent
 from serve_app.jobs.intake import validate
 from serve_app.jobs.key_rules import KeyRules
 from serve_app.jobs.models import Batch, File
 from serve_app.jobs.pacing import EngineLoad, Fixed
-from serve_app.jobs.plan import Plan
-from serve_app.jobs.rows import Answer, Result
+from serve_app.jobs.plan import RowPlan
+from serve_app.jobs.rows import Result, RowAnswer
 from serve_app.jobs.storage import add_file
 from serve_app.jobs.store import Store
 from serve_app.settings.ingress import IngressSettings
@@ -132,7 +132,7 @@ class VirtualEngines:
 
     async def send(
         self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
-    ) -> Answer:
+    ) -> RowAnswer:
         """Answer a row, on the replica that the Ingress would choose."""
         name = str(self._count)
         self._count += 1
@@ -152,7 +152,7 @@ class VirtualEngines:
         self._choice.loads.end(name, replica)
         self.cached += engine.cached[name]
         detail = {"finish_reason": "length", "prompt_tokens": len(prompt), "completion_tokens": 1}
-        return Answer(200, {"results": [""], "details": [detail]} if endpoint == GENERATE else {})
+        return RowAnswer(200, {"results": [""], "details": [detail]} if endpoint == GENERATE else {})
 
     async def refresh(self) -> None:
         """Do nothing: the models stay the same."""
@@ -196,7 +196,7 @@ async def run_batch(load: Load, replicas: int, planned: bool) -> tuple[float, fl
     """
     with tempfile.TemporaryDirectory() as folder, _engines(replicas, load.kv_tokens) as engines:
         store = Store(Path(folder))
-        content = Content(Path(folder), store.epoch, Disk(Path(folder)))
+        content = Content(Path(folder), store.epoch, DiskContent(Path(folder)))
         _add_batch(store, content, load, planned)
         client = VirtualEngines(engines, load)
         runner = BatchRunner(
@@ -275,10 +275,10 @@ def _add_batch(store: Store, content: Contents, load: Load, planned: bool) -> No
     store.move("b", "in_progress", now, total=found.total, work=found.work, model=found.model)
 
 
-def in_order_of_input(plan: Plan) -> Plan:
+def in_order_of_input(plan: RowPlan) -> RowPlan:
     """Return a plan with the rows in the order of the input."""
     entries = [entry._replace(prefix=0, turn=number) for number, entry in enumerate(plan)]
-    return Plan.of_entries(entries, plan.models)
+    return RowPlan.of_entries(entries, plan.models)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from serve_app.simulation.device import Step, duration_s
 from serve_app.simulation.profiles import Profile
-from serve_app.turns.messages import Demand, Report, State
+from serve_app.turns.messages import State, TurnDemand, TurnReport
 from serve_app.turns.rota import Rota
 
 LOOK_S = 0.1
@@ -103,9 +103,9 @@ class ByRota:
         for name, engine in engines.items():
             self._number += 1
             waited = 0.0 if engine.since is None else now - engine.since
-            work = Demand(engine.busy, engine.tokens, 0, waited, None, 10.0 if engine.queue else 0.0)
+            work = TurnDemand(engine.busy, engine.tokens, 0, waited, None, 10.0 if engine.queue else 0.0)
             sleep_s, wake_s = self.took.get(name, (0.0, 0.0))
-            report = Report("g", "gpu", name, name, self._number, state[name], work, sleep_s, wake_s)
+            report = TurnReport("g", "gpu", name, name, self._number, state[name], work, sleep_s, wake_s)
             if self.rota.exchange(report, now).yours:
                 yours = name
         return yours

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from serve_app.cli.tune_config import RunningConfig
-from serve_app.cli.tune_run import Question, TuneRun
+from serve_app.cli.tune_run import TuneOptions, TuneRun
 from serve_app.client import ServiceError
 from serve_app.system.progress import Progress
 from serve_app.tuning.goals import parse_goals
@@ -20,7 +20,7 @@ from tests.serve_app.tuning.load_results import step
 # Of a median, few requests are enough.
 GOALS = parse_goals("ttft_p50<0.5")
 
-QUESTION = Question(
+QUESTION = TuneOptions(
     url="http://virtual",
     model=None,
     key=None,

@@ -7,15 +7,15 @@ import pytest
 from click.testing import CliRunner, Result
 
 from serve_app.cli import doctor as command
-from serve_app.cli.checks.finding import Case, Check, Finding, ok, problem, warning
+from serve_app.cli.checks.finding import Check, CheckInput, Finding, ok, problem, warning
 from serve_app.cli.doctor import CHECKS, examine
-from serve_app.cli.machine import Machine
+from serve_app.cli.machine import MachineFacts
 from serve_app.cli.main import saturate
 from tests.serve_app.cli.checks.machines import case
 from tests.serve_app.cli.services import config, write
 
 
-def fail(case: Case) -> Finding | None:
+def fail(case: CheckInput) -> Finding | None:
     raise RuntimeError("first line\nsecond line")
 
 
@@ -87,9 +87,9 @@ def test_the_case(
     variable: str | None,
     address: str | None,
 ) -> None:
-    cases: list[Case] = []
+    cases: list[CheckInput] = []
 
-    def look(case: Case) -> Finding | None:
+    def look(case: CheckInput) -> Finding | None:
         cases.append(case)
         return None
 
@@ -98,11 +98,11 @@ def test_the_case(
         monkeypatch.setenv("RAY_ADDRESS", variable)
     result = run(monkeypatch, {"look": look}, str(write(tmp_path, config(1234))), *arguments)
     assert result.return_value == 0
-    assert [(one.address, one.plan.port) for one in cases] == [(address, 1234)]
+    assert [(one.address, one.needs.port) for one in cases] == [(address, 1234)]
 
 
 @pytest.mark.parametrize("name", set(CHECKS) - {"sources", "cluster"})
 def test_every_check_runs_on_this_machine(name: str) -> None:
-    for _, finding in examine(case(machine=Machine()), {name: CHECKS[name]}):
+    for _, finding in examine(case(machine=MachineFacts()), {name: CHECKS[name]}):
         assert "could not run" not in finding.text
         assert bool(finding.fix) == (finding.level != "ok")

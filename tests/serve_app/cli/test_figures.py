@@ -14,7 +14,16 @@ from rich.console import Console
 
 import serve_app
 from batcher import BatchStats
-from serve_app.cli.figures import Adapter, Figures, Model, Poll, Replica, Tenant, View, view
+from serve_app.cli.figures import (
+    AdapterFigures,
+    Figures,
+    ModelFigures,
+    Poll,
+    ReplicaFigures,
+    TenantFigures,
+    View,
+    view,
+)
 from serve_app.cli.picture import picture
 from tests.serve_app.cli.fake_service import llm, polled
 
@@ -27,7 +36,7 @@ def look(now: Poll, before: Poll | None = None) -> View:
     return view("http://service", now, before)
 
 
-def only(now: Poll, before: Poll | None = None) -> Model:
+def only(now: Poll, before: Poll | None = None) -> ModelFigures:
     (model,) = look(now, before).models
     return model
 
@@ -286,10 +295,10 @@ def test_the_fields_of_the_json_are_those_of_the_docs() -> None:
     ("name", "kind"),
     [
         ("", View),
-        ("models[]", Model),
-        ("models[].replicas[]", Replica),
-        ("models[].adapters[]", Adapter),
-        ("tenants[]", Tenant),
+        ("models[]", ModelFigures),
+        ("models[].replicas[]", ReplicaFigures),
+        ("models[].adapters[]", AdapterFigures),
+        ("tenants[]", TenantFigures),
         ("figures", Figures),
     ],
 )

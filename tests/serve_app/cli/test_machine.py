@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.cli.machine import Machine
+from serve_app.cli.machine import MachineFacts
 
 
 def write(path: Path, text: object) -> None:
@@ -16,7 +16,7 @@ def write(path: Path, text: object) -> None:
 
 
 def test_versions_and_files_of_packages() -> None:
-    here = Machine()
+    here = MachineFacts()
     assert here.version("click")
     assert here.version("no-such-package") is None
     assert "click" in (here.package_text("click", "__init__.py") or "")
@@ -29,18 +29,18 @@ def test_byte_code_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     package = tmp_path / "compiled_or_not"
     write(package / "__init__.py", "")
     monkeypatch.syspath_prepend(tmp_path)
-    assert Machine().has_byte_code("compiled_or_not") is False
+    assert MachineFacts().has_byte_code("compiled_or_not") is False
     write(package / "__pycache__" / f"__init__.{sys.implementation.cache_tag}.pyc", "")
-    assert Machine().has_byte_code("compiled_or_not") is True
+    assert MachineFacts().has_byte_code("compiled_or_not") is True
 
 
 def test_programs() -> None:
-    here = Machine()
+    here = MachineFacts()
     assert here.find_program("sh") == shutil.which("sh")
 
 
 def test_files_and_space(tmp_path: Path) -> None:
-    here = Machine()
+    here = MachineFacts()
     write(tmp_path / "a", "text")
     assert here.read(tmp_path / "a") == "text\n"
     assert here.read(tmp_path / "no") is None
@@ -50,12 +50,12 @@ def test_files_and_space(tmp_path: Path) -> None:
 
 
 def test_processes_of_this_user() -> None:
-    mine = next(one for one in Machine().processes() if one.pid == os.getpid())
+    mine = next(one for one in MachineFacts().processes() if one.pid == os.getpid())
     assert (mine.parent, bool(mine.name)) == (os.getppid(), True)
 
 
 def test_this_machine_has_memory_and_limits() -> None:
-    here = Machine()
+    here = MachineFacts()
     total, free = here.memory()
     assert 0 < free <= total
     assert len(here.open_files()) == 2

@@ -2,7 +2,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from serve_app.cli.option_values import moment
+from serve_app.cli.option_values import parse_time
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ from serve_app.cli.option_values import moment
 )
 def test_a_span_counts_back_from_now(text: str, ago: timedelta) -> None:
     before = datetime.now(UTC)
-    found = moment(text)
+    found = parse_time(text)
     assert before - ago <= found <= datetime.now(UTC) - ago
 
 
@@ -30,10 +30,10 @@ def test_a_span_counts_back_from_now(text: str, ago: timedelta) -> None:
     ],
 )
 def test_a_date_is_in_utc_unless_it_says_another_zone(text: str, found: datetime) -> None:
-    assert moment(text) == found
+    assert parse_time(text) == found
 
 
 @pytest.mark.parametrize("text", ["", "7", "7y", "-7d", "1.5h", "yesterday", "2026-13-01", "999999w"])
 def test_no_time_is_refused_with_examples(text: str) -> None:
     with pytest.raises(ValueError, match=r"is no time; write 90m, 24h, 7d, 4w, or 2026-11-01"):
-        moment(text)
+        parse_time(text)

@@ -16,7 +16,7 @@ from serve_app.cli.preflight import (
     keep_token_private,
     starts_ray,
 )
-from serve_app.cli.runs import Run
+from serve_app.cli.runs import RunningService
 from tests.ports import free_port
 
 
@@ -26,9 +26,9 @@ def test_a_port_of_another_program_is_an_error(taken: int) -> None:
 
 
 def test_a_port_of_a_service_is_an_error_that_names_its_process(taken: int) -> None:
-    run = Run(taken, os.getpid(), 0, 0)
+    run = RunningService(taken, os.getpid(), 0, 0)
     with pytest.raises(LaunchError) as caught:
-        check_port("127.0.0.1", taken, [Run(1, 1, 0, 0), run])
+        check_port("127.0.0.1", taken, [RunningService(1, 1, 0, 0), run])
     assert str(caught.value) == (
         f"a saturate serves on port {taken} already (pid {os.getpid()}); "
         f"`saturate stop --port {taken}` stops it"

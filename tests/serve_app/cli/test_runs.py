@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from serve_app.cli.runs import MARK, Run, find_runs, this_run
+from serve_app.cli.runs import MARK, RunningService, find_runs, this_run
 from tests.progress import STILL_S
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -50,12 +50,12 @@ def start() -> Iterator[Start]:
         process.communicate(timeout=LIMIT_S)
 
 
-def killed(port: int) -> Run:
+def killed(port: int) -> RunningService:
     """Return a service whose launcher is gone."""
-    return Run(port, DEAD, 1, this_run(port).namespace)
+    return RunningService(port, DEAD, 1, this_run(port).namespace)
 
 
-def found(*ports: int) -> list[Run]:
+def found(*ports: int) -> list[RunningService]:
     """Return the services on some ports; others may run on this machine."""
     return [run for run in find_runs() if run.port in ports]
 
@@ -63,14 +63,14 @@ def found(*ports: int) -> list[Run]:
 def test_a_launcher_is_alive_while_its_id_and_start_time_are_those_of_a_process() -> None:
     mine = this_run(8000)
     assert mine.alive
-    assert not Run(8000, os.getpid(), mine.started - 1, mine.namespace).alive
-    assert not Run(8000, 2**22 + 1, mine.started, mine.namespace).alive
+    assert not RunningService(8000, os.getpid(), mine.started - 1, mine.namespace).alive
+    assert not RunningService(8000, 2**22 + 1, mine.started, mine.namespace).alive
 
 
 def test_a_launcher_that_is_gone_gets_no_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(pid))
-    Run(8000, os.getpid(), 0, 0).signal(signal.SIGTERM)
+    RunningService(8000, os.getpid(), 0, 0).signal(signal.SIGTERM)
     assert sent == []
 
 

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from serve_app.cli import tune_config
 from serve_app.cli.tune import tune
-from serve_app.ledger.rows import Row, encode
+from serve_app.ledger.rows import LedgerRow, encode
 from tests.progress import STILL_S
 from tests.serve_app.tuning.streaming_server import StreamingServer, streaming_server
 
@@ -89,16 +89,16 @@ def test_a_dataset_is_sent(tmp_path: Path) -> None:
         assert {len(body["messages"]) for body in server.bodies[1:]} == {1}
 
 
-def ledger(folder: Path, *rows: Row) -> Path:
+def ledger(folder: Path, *rows: LedgerRow) -> Path:
     path = folder / "usage" / f"day={rows[0].day}" / "a.00000.jsonl"
     path.parent.mkdir(parents=True)
     path.write_bytes(b"".join(map(encode, rows)))
     return folder / "usage"
 
 
-def call(number: int, **fields: Any) -> Row:
+def call(number: int, **fields: Any) -> LedgerRow:
     given: dict[str, Any] = {"time": datetime.now(UTC), "model": "m", "prompt_tokens": 8, "output_tokens": 3}
-    return Row(call=f"a-{number}", **(given | fields))
+    return LedgerRow(call=f"a-{number}", **(given | fields))
 
 
 def test_the_lengths_are_those_of_the_ledger(tmp_path: Path) -> None:

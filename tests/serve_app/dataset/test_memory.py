@@ -19,14 +19,14 @@ from serve_app.dataset.output import Output
 from serve_app.dataset.prompts import Prompter
 from serve_app.dataset.readers import open_source
 from serve_app.dataset.run import Drive
-from serve_app.jobs.rows import Answer
+from serve_app.jobs.rows import RowAnswer
 
 class Echo:
     async def send(self, endpoint, body, scheduling, models=None):
         await asyncio.sleep(0)
         detail = {"finish_reason": "stop", "prompt_tokens": 1, "completion_tokens": 1}
         prompts = body["prompts"]
-        return Answer(200, {"results": prompts, "details": [detail] * len(prompts)})
+        return RowAnswer(200, {"results": prompts, "details": [detail] * len(prompts)})
     async def refresh(self):
         pass
     def base_of(self, model):

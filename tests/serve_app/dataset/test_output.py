@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from serve_app.api.protocol import JSON
 from serve_app.dataset.errors import DiskError, OutputError
 from serve_app.dataset.output import Output, check_output, drafted
-from serve_app.jobs.rows import Result, Tokens
+from serve_app.jobs.rows import Result, RowTokens
 from tests.serve_app.dataset.disk import failing_sync, full
 
 OPTIONS: JSON = {"--model": "m"}
@@ -37,7 +37,7 @@ def row(number: int, error: str | None = None) -> Result:
         "error": {"type": error, "message": error} if error else None,
     }
     text = json.dumps(line, ensure_ascii=False).encode() + b"\n"
-    return Result(number, text, error is not None, tokens=Tokens(*(0, 0, 0) if error else (2, 0, 1)))
+    return Result(number, text, error is not None, tokens=RowTokens(*(0, 0, 0) if error else (2, 0, 1)))
 
 
 def opened(path: Path, options: JSON = OPTIONS, existing: Any = "same", **more: Any) -> Output:

@@ -12,13 +12,13 @@ from serve_app.dataset.errors import OutputError
 from serve_app.dataset.progress import Shown, eta, run_shown, share
 from serve_app.dataset.report import report, table, write_report
 from serve_app.dataset.stats import RunStats
-from serve_app.jobs.rows import Result, Tokens
+from serve_app.jobs.rows import Result, RowTokens
 from serve_app.stats import ReplicaStats
 from serve_app.telemetry import catalogue
 from serve_app.telemetry.meters import Meters
 from tests.serve_app.telemetry.instruments import Instruments
 
-ROW = Result(0, b"", False, tokens=Tokens(5, 0, 2))
+ROW = Result(0, b"", False, tokens=RowTokens(5, 0, 2))
 FAILED = Result(1, b'{"error": {"type": "template_error"}}', True)
 TOTALS: JSON = {"rows": 3, "with_result": 2, "failed": 1, "failed_by_type": {"template_error": 1}}
 

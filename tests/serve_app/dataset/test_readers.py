@@ -23,7 +23,7 @@ from serve_app.dataset.errors import CommandError, InputError, RowError
 from serve_app.dataset.formats import (
     CorruptError,
     FormError,
-    Row,
+    InputRow,
     numbered,
     read_csv,
     read_jsonl,
@@ -613,4 +613,4 @@ def test_parquet_advances_to_the_size_of_the_file() -> None:
 
 def test_rows_are_numbered_from_0() -> None:
     error = RowError("invalid_row", "no")
-    assert list(numbered([{"id": 1}, error])) == [Row(0, {"id": 1}), Row(1, error)]
+    assert list(numbered([{"id": 1}, error])) == [InputRow(0, {"id": 1}), InputRow(1, error)]

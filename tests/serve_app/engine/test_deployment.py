@@ -20,7 +20,7 @@ from serve_app.engine.deployment import Engine
 from serve_app.engine.door import Door
 from serve_app.engine.job import Job, current
 from serve_app.engine.openai import OpenAI
-from serve_app.ledger.rows import Row
+from serve_app.ledger.rows import LedgerRow
 from serve_app.relay.frame import KEEP_ALIVE, LOST, MAX_BODY_BYTES, Piece, unpack
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import Tokens
@@ -143,7 +143,7 @@ class Served:
         assert piece.usage is not None
         return piece.head.status, json.loads(piece.body)
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[LedgerRow]:
         """Return the rows of the ledger."""
         return [call.row() for call in self.parts._accounts.book.take()]
 

@@ -17,7 +17,7 @@ from serve_app.engine import function
 from serve_app.engine.accounts import Accounts
 from serve_app.engine.function import FunctionEngine
 from serve_app.engine.watchdog import LoopWatch
-from serve_app.ledger.rows import Row
+from serve_app.ledger.rows import LedgerRow
 from serve_app.relay import frame
 from serve_app.relay.frame import unpack
 from serve_app.relay.request import RelayRequest
@@ -400,7 +400,7 @@ async def test_the_end_finishes_what_was_taken_in(upper: FunctionEngine) -> None
 # Its calls
 
 
-def rows(engine: FunctionEngine) -> list[Row]:
+def rows(engine: FunctionEngine) -> list[LedgerRow]:
     return [call.row() for call in engine._accounts.book.take()]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from batcher import Closed, ContinuousBatcher, QueueFull
 from serve_app.engine.turns import FAILED_S, IDLE_S, EngineTurns, Place
-from serve_app.turns.messages import Order, Report
+from serve_app.turns.messages import Order, TurnReport
 from serve_app.turns.rota import Rota
 from tests.batcher.virtual import now, virtual
 
@@ -61,14 +61,14 @@ class Group:
     def __init__(self) -> None:
         self.renew()
         self.cut = False
-        self.reports: list[Report] = []
+        self.reports: list[TurnReport] = []
         self.device = FakeDevice()
 
     def renew(self) -> None:
         """Replace the rota by a new one, as when its process has died."""
         self.rota = Rota(min_turn_s=2.0, max_wait_s=20.0, opens_at=now() + 3.0)
 
-    async def exchange(self, report: Report) -> Order:
+    async def exchange(self, report: TurnReport) -> Order:
         self.reports.append(report)
         await asyncio.sleep(0.001)
         if self.cut:
@@ -323,10 +323,10 @@ async def test_a_new_rota_leaves_the_device_to_an_engine_whose_switch_takes_long
 
 
 async def test_an_engine_reports_while_its_constructor_holds_the_event_loop() -> None:
-    reports: list[Report] = []
+    reports: list[TurnReport] = []
     reported = threading.Event()
 
-    async def exchange(report: Report) -> Order:
+    async def exchange(report: TurnReport) -> Order:
         reports.append(report)
         # The first ones come before the constructor.
         if sum(each.state == "loading" for each in reports) == 3:

@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 from starlette.types import Message
 
 from serve_app.ingress.deployment import Ingress
-from serve_app.ingress.status import Health, ModelHealth, Report
+from serve_app.ingress.status import Health, HealthReport, ModelState
 from serve_app.relay.frame import Head
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.schema import parse
@@ -114,12 +114,12 @@ async def echo(request: RelayRequest) -> AsyncGenerator[bytes, None]:
 
 
 @pytest.fixture(autouse=True)
-def health(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModelHealth]:
+def health(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModelState]:
     """The health of each model, as the test wants it."""
-    models: dict[str, ModelHealth] = {}
+    models: dict[str, ModelState] = {}
 
-    async def read(self: Health) -> Report:
-        return Report(models)
+    async def read(self: Health) -> HealthReport:
+        return HealthReport(models)
 
     context = SimpleNamespace(app_name="llm", replica_tag="one")
     monkeypatch.setattr(serve, "get_replica_context", lambda: context)

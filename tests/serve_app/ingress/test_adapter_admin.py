@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from serve_app.ingress.deployment import Ingress
-from serve_app.ingress.status import ModelHealth
+from serve_app.ingress.status import ModelState
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.adapters import AdapterSettings
 from serve_app.settings.schema import parse
@@ -89,8 +89,8 @@ class Fleet(Engine):
 
 
 @pytest.fixture
-def fleet(health: dict[str, ModelHealth]) -> Fleet:
-    health["demo"] = ModelHealth(2, False, "")
+def fleet(health: dict[str, ModelState]) -> Fleet:
+    health["demo"] = ModelState(2, False, "")
     return Fleet()
 
 
@@ -216,7 +216,7 @@ async def test_a_service_without_keys_allows_it_by_a_setting_only(fleet: Fleet) 
 
 
 async def test_a_model_that_sleeps_can_not_check_an_adapter(
-    client: httpx.AsyncClient, health: dict[str, ModelHealth]
+    client: httpx.AsyncClient, health: dict[str, ModelState]
 ) -> None:
-    health["demo"] = ModelHealth(0, True, "")
+    health["demo"] = ModelState(0, True, "")
     assert "no replica now" in check_error(await load(client), 503, "service_unavailable")

@@ -20,7 +20,7 @@ from serve_app.auth.keys import hash_key
 from serve_app.ingress.api_document import RETRY_S, APIDocument
 from serve_app.ingress.batches import ROUTES
 from serve_app.ingress.deployment import NOT_STORED, Ingress
-from serve_app.ingress.status import ModelHealth
+from serve_app.ingress.status import ModelState
 from serve_app.jobs.routes import BatchAPI
 from serve_app.settings.schema import parse
 from tests.pages import read
@@ -92,10 +92,10 @@ class Site:
         http: A client.
     """
 
-    def __init__(self, engines: dict[str, Telling], health: dict[str, ModelHealth], **settings: Any) -> None:
+    def __init__(self, engines: dict[str, Telling], health: dict[str, ModelState], **settings: Any) -> None:
         models = [{"id": name, "source": "x", **settings.pop(name, {})} for name in engines]
         models += settings.pop("functions", [])
-        health |= {model["id"]: ModelHealth(1, asleep=False, awaits="") for model in models}
+        health |= {model["id"]: ModelState(1, asleep=False, awaits="") for model in models}
         handles: Any = engines | {model["id"]: Engine(echo) for model in models if "target" in model}
         batches: Any = Engine(echo) if "batches" in settings else None
         self.app = Ingress(parse({"models": models, **settings}), handles, batches).__serve_build_asgi_app__()
@@ -118,7 +118,7 @@ def operations(document: JSON) -> set[tuple[str, str]]:
     return {(method.upper(), path) for path, found in document["paths"].items() for method in found}
 
 
-def full(folder: Path, health: dict[str, ModelHealth]) -> Site:
+def full(folder: Path, health: dict[str, ModelState]) -> Site:
     """Return a service with everything on, and one administrator, whose key the client sends."""
     (folder / "keys.yaml").write_text(
         yaml.safe_dump([{"name": "chief", "sha256": hash_key(KEY.encode()), "tenant": "t", "admin": True}])
@@ -148,7 +148,7 @@ def served(site: Site) -> set[tuple[str, str]]:
 
 
 async def test_the_document_has_exactly_the_routes_that_are_served(
-    health: dict[str, ModelHealth], tmp_path: Path
+    health: dict[str, ModelState], tmp_path: Path
 ) -> None:
     site = full(tmp_path, health)
     document = await site.document()
@@ -158,9 +158,7 @@ async def test_the_document_has_exactly_the_routes_that_are_served(
         assert response.status_code not in {404, 405}, (method, path, response.text)
 
 
-async def test_every_route_is_in_the_table_of_the_page(
-    health: dict[str, ModelHealth], tmp_path: Path
-) -> None:
+async def test_every_route_is_in_the_table_of_the_page(health: dict[str, ModelState], tmp_path: Path) -> None:
     documented = operations(await full(tmp_path, health).document())
     page = read("serve_app/docs/reference/routes.md")
     table = page[page.index("# Routes") : page.index("vLLM's other routes")]
@@ -178,7 +176,7 @@ def test_the_routes_of_files_and_batches_are_those_of_their_deployment() -> None
     assert {(method, path) for path, methods in ROUTES.items() for method in methods} == there
 
 
-async def test_a_plain_service_has_no_routes_of_what_is_off(health: dict[str, ModelHealth]) -> None:
+async def test_a_plain_service_has_no_routes_of_what_is_off(health: dict[str, ModelState]) -> None:
     site = Site({"demo": Telling(description(*GENERATION, "/tokenize", "/detokenize"))}, health)
     document = await site.document()
     paths = set(document["paths"])
@@ -188,7 +186,7 @@ async def test_a_plain_service_has_no_routes_of_what_is_off(health: dict[str, Mo
     assert "security" not in document
 
 
-async def test_vllm_s_routes_have_vllm_s_schema_and_ours_have_ours(health: dict[str, ModelHealth]) -> None:
+async def test_vllm_s_routes_have_vllm_s_schema_and_ours_have_ours(health: dict[str, ModelState]) -> None:
     site = Site({"demo": Telling(description())}, health)
     document = await site.document()
     for path in (*OPENAI, *TOKENIZING):
@@ -200,7 +198,7 @@ async def test_vllm_s_routes_have_vllm_s_schema_and_ours_have_ours(health: dict[
     assert len(ids) == len(set(ids))
 
 
-async def test_schemas_of_two_models_that_differ_have_two_names(health: dict[str, ModelHealth]) -> None:
+async def test_schemas_of_two_models_that_differ_have_two_names(health: dict[str, ModelState]) -> None:
     one = Telling(description("/v1/completions"))
     other = Telling(description("/v1/embeddings", generates=False, yours={"type": "integer"}))
     document = await Site({"a": one, "b": other}, health).document()
@@ -213,7 +211,7 @@ async def test_schemas_of_two_models_that_differ_have_two_names(health: dict[str
 
 
 async def test_a_model_that_has_not_started_hides_no_schema_of_one_that_has(
-    health: dict[str, ModelHealth],
+    health: dict[str, ModelState],
 ) -> None:
     engines = {"a": Telling(ConnectionError("gone")), "b": Telling(description("/v1/completions"))}
     paths = (await Site(engines, health).document())["paths"]
@@ -221,13 +219,13 @@ async def test_a_model_that_has_not_started_hides_no_schema_of_one_that_has(
     assert "has not started" in paths["/v1/chat/completions"]["post"]["summary"]
 
 
-async def test_a_model_that_pools_has_no_generate(health: dict[str, ModelHealth]) -> None:
+async def test_a_model_that_pools_has_no_generate(health: dict[str, ModelState]) -> None:
     engine = Telling(description("/v1/embeddings", generates=False))
     assert "/generate" not in (await Site({"a": engine}, health).document())["paths"]
 
 
 async def test_an_engine_is_asked_once_and_a_model_that_sleeps_is_not_started(
-    health: dict[str, ModelHealth],
+    health: dict[str, ModelState],
 ) -> None:
     now = 0.0
     engine = Telling(description("/v1/completions"))
@@ -257,13 +255,13 @@ async def test_an_engine_is_asked_once_and_a_model_that_sleeps_is_not_started(
     assert engine.asked_for_it == 1
 
 
-async def test_an_engine_that_does_not_answer_is_asked_again_later(health: dict[str, ModelHealth]) -> None:
+async def test_an_engine_that_does_not_answer_is_asked_again_later(health: dict[str, ModelState]) -> None:
     site = Site({"demo": Telling(ConnectionError("gone"))}, health)
     assert "/v1/completions" in (await site.document())["paths"]
     assert (await site.http.get("/version")).status_code == 200
 
 
-async def test_versions(health: dict[str, ModelHealth]) -> None:
+async def test_versions(health: dict[str, ModelState]) -> None:
     site = Site({"demo": Telling(description())}, health)
     assert (await site.http.get("/version")).json() == {
         # As vLLM answers.
@@ -275,16 +273,16 @@ async def test_versions(health: dict[str, ModelHealth]) -> None:
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
-async def test_ping_is_health(health: dict[str, ModelHealth], method: str) -> None:
+async def test_ping_is_health(health: dict[str, ModelState], method: str) -> None:
     site = Site({"demo": Telling(description())}, health)
     assert (await site.http.request(method, "/ping")).status_code == 200
-    health["demo"] = ModelHealth(0, asleep=False, awaits="a replica")
+    health["demo"] = ModelState(0, asleep=False, awaits="a replica")
     response = await site.http.request(method, "/ping")
     assert (response.status_code, response.json()) == (503, (await site.http.get("/health")).json())
 
 
 async def test_the_description_of_a_service_needs_no_key(
-    health: dict[str, ModelHealth], tmp_path: Path
+    health: dict[str, ModelState], tmp_path: Path
 ) -> None:
     site = full(tmp_path, health)
     document = await site.document()
@@ -301,7 +299,7 @@ async def test_the_description_of_a_service_needs_no_key(
 
 
 async def test_the_page_shows_the_document_and_loads_nothing(
-    health: dict[str, ModelHealth], tmp_path: Path
+    health: dict[str, ModelState], tmp_path: Path
 ) -> None:
     site = full(tmp_path, health)
     response = await site.http.get("/docs")
@@ -317,7 +315,7 @@ async def test_the_page_shows_the_document_and_loads_nothing(
     assert all(name in reader.text for name in GenerateRequest.model_fields)
 
 
-async def test_a_prefix_is_told(health: dict[str, ModelHealth]) -> None:
+async def test_a_prefix_is_told(health: dict[str, ModelState]) -> None:
     site = Site({"demo": Telling(description())}, health)
     transport = httpx.ASGITransport(site.app, root_path="/guarded")
     async with httpx.AsyncClient(transport=transport, base_url="http://saturate") as http:
@@ -329,7 +327,7 @@ async def test_a_prefix_is_told(health: dict[str, ModelHealth]) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/models/", "/v1/models//", "/v1/models/demo/", "/health/", "/stats/"])
-async def test_a_slash_at_the_end_changes_nothing(health: dict[str, ModelHealth], path: str) -> None:
+async def test_a_slash_at_the_end_changes_nothing(health: dict[str, ModelState], path: str) -> None:
     site = Site({"demo": Telling(description())}, health)
     response, same = await site.http.get(path), await site.http.get(path.rstrip("/"))
     assert (response.status_code, response.json()) == (200, same.json())
@@ -347,7 +345,7 @@ async def test_a_slash_at_the_end_changes_nothing(health: dict[str, ModelHealth]
     ],
 )
 async def test_an_answer_that_a_client_takes_for_stored_is_said_not_to_be(
-    health: dict[str, ModelHealth], method: str, path: str
+    health: dict[str, ModelState], method: str, path: str
 ) -> None:
     site = Site({"demo": Telling(description())}, health)
     message = check_error(await site.http.request(method, path), 404, "not_found_error", "store")

@@ -20,7 +20,7 @@ from serve_app.ingress.batches import BODY_BYTES, PIECE_BYTES, Forward
 from serve_app.ingress.body import BodyBudget
 from serve_app.ingress.context import RequestMiddleware
 from serve_app.ingress.deployment import Ingress
-from serve_app.ingress.status import ModelHealth
+from serve_app.ingress.status import ModelState
 from serve_app.jobs.service import BatchService
 from serve_app.jobs.store import Store
 from serve_app.settings.schema import Settings, parse
@@ -347,7 +347,7 @@ async def test_a_replica_that_is_gone_is_told(site: Site) -> None:
     site.handle.service = service
 
 
-async def test_the_statistics_have_the_batches(site: Site, health: dict[str, ModelHealth]) -> None:
+async def test_the_statistics_have_the_batches(site: Site, health: dict[str, ModelState]) -> None:
     async with site.http() as http:
         assert "no replica" in (await http.get("/stats")).json()["batches"]["error"]
     async with Client() as client:

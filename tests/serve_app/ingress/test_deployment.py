@@ -17,7 +17,7 @@ from serve_app.api.routes import MOVED, OPENAI
 from serve_app.api.scheduling import Scheduling
 from serve_app.auth.keys import hash_key
 from serve_app.ingress.deployment import Ingress
-from serve_app.ingress.status import Health, ModelHealth, Report
+from serve_app.ingress.status import Health, HealthReport, ModelState
 from serve_app.relay.frame import pack, pack_error
 from serve_app.relay.keepalive import KEEPALIVE_S
 from serve_app.relay.request import RelayRequest
@@ -651,23 +651,23 @@ async def test_the_models_are_listed() -> None:
         assert "a, org/b, rank" in check_error(response, 404, "not_found_error", "model")
 
 
-async def test_health_is_200_once_a_model_is_ready(health: dict[str, ModelHealth]) -> None:
-    health["demo"] = ModelHealth(0, asleep=False, awaits="1 GPU")
+async def test_health_is_200_once_a_model_is_ready(health: dict[str, ModelState]) -> None:
+    health["demo"] = ModelState(0, asleep=False, awaits="1 GPU")
     async with Client() as client:
         response = await client.get("/health")
         assert response.status_code == 503
         assert response.json()["models"]["demo"]["awaits"] == "1 GPU"
-        health["demo"] = ModelHealth(1, asleep=False, awaits="")
+        health["demo"] = ModelState(1, asleep=False, awaits="")
         response = await client.get("/health")
         assert response.status_code == 200
         assert response.json()["status"] == "ok"
 
 
-async def test_health_answers_head_requests_too(health: dict[str, ModelHealth]) -> None:
+async def test_health_answers_head_requests_too(health: dict[str, ModelState]) -> None:
     async with Client() as client:
-        health["demo"] = ModelHealth(1, asleep=False, awaits="")
+        health["demo"] = ModelState(1, asleep=False, awaits="")
         assert (await client.request("HEAD", "/health")).status_code == 200
-        health["demo"] = ModelHealth(0, asleep=False, awaits="a replica")
+        health["demo"] = ModelState(0, asleep=False, awaits="a replica")
         response = await client.request("HEAD", "/health")
         assert response.status_code == 503
 
@@ -676,7 +676,7 @@ async def test_health_answers_head_requests_too(health: dict[str, ModelHealth]) 
 async def test_a_controller_that_can_not_be_reached_is_no_500(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def read(self: Health) -> Report:
+    async def read(self: Health) -> HealthReport:
         raise RuntimeError("the controller is gone")
 
     monkeypatch.setattr(Health, "read", read)
@@ -684,9 +684,9 @@ async def test_a_controller_that_can_not_be_reached_is_no_500(
         assert (await client.get(path)).status_code == (503 if path == "/health" else 200)
 
 
-async def test_stats_are_those_of_every_replica(health: dict[str, ModelHealth]) -> None:
-    ready = ModelHealth(2, asleep=False, awaits="")
-    health |= {"a": ready, "b": ready, "c": ModelHealth(0, asleep=True, awaits=""), "d": ready}
+async def test_stats_are_those_of_every_replica(health: dict[str, ModelState]) -> None:
+    ready = ModelState(2, asleep=False, awaits="")
+    health |= {"a": ready, "b": ready, "c": ModelState(0, asleep=True, awaits=""), "d": ready}
     engines = {
         "a": Engine(echo, stats=[{"replica": "1"}, {"replica": "2"}]),
         "b": Engine(echo, stats=RuntimeError("no answer")),
@@ -851,11 +851,11 @@ async def test_pages_of_allowed_origins_may_call_and_no_others() -> None:
                 assert response.headers.get("access-control-allow-origin") == expected
 
 
-async def test_a_model_has_its_context_once_a_replica_has_told_it(health: dict[str, ModelHealth]) -> None:
-    health["demo"] = ModelHealth(0, asleep=True, awaits="")
+async def test_a_model_has_its_context_once_a_replica_has_told_it(health: dict[str, ModelState]) -> None:
+    health["demo"] = ModelState(0, asleep=True, awaits="")
     async with Client(Engine(echo, stats=[{"max_model_len": 2048}])) as client:
         assert (await client.get("/v1/models/demo")).json()["max_model_len"] is None
-        health["demo"] = ModelHealth(1, asleep=False, awaits="")
+        health["demo"] = ModelState(1, asleep=False, awaits="")
         (model,) = (await client.get("/v1/models")).json()["data"]
         assert model["max_model_len"] == 2048
         await client.get("/v1/models")

@@ -20,7 +20,7 @@ import pytest
 
 from serve_app.ingress.haproxy import (
     LEAST_CONNECTIONS,
-    Limits,
+    ProxyLimits,
     connections,
     open_files,
     read_limits,
@@ -301,4 +301,4 @@ def test_a_wrong_value_names_its_variable(name: str, value: str) -> None:
 
 def test_the_template_of_another_ray_serve_is_refused() -> None:
     with pytest.raises(RuntimeError, match="this version of Ray Serve"):
-        with_limits("frontend http_frontend\n", Limits(100, 10))
+        with_limits("frontend http_frontend\n", ProxyLimits(100, 10))

@@ -17,7 +17,14 @@ from ray.serve.schema import (
 )
 
 from serve_app.ingress.deployment import Ingress
-from serve_app.ingress.status import MAX_AGE_AWAITED_S, MAX_AGE_S, Health, ModelHealth, Report, engine_name
+from serve_app.ingress.status import (
+    MAX_AGE_AWAITED_S,
+    MAX_AGE_S,
+    Health,
+    HealthReport,
+    ModelState,
+    engine_name,
+)
 from serve_app.settings.schema import parse
 from tests.progress import STILL_S
 from tests.serve_app.ingress.engine_doubles import Engine, echo
@@ -97,7 +104,7 @@ async def test_a_simulated_model_is_named_as_one(controller: Controller) -> None
     assert "simulated" not in body["models"]["b"]
 
 
-async def read(*models: str) -> Report:
+async def read(*models: str) -> HealthReport:
     return await Health("llm", list(models or ["demo"])).read()
 
 
@@ -180,7 +187,7 @@ async def test_one_model_that_is_ready_is_enough(controller: Controller) -> None
 
 
 async def test_a_deployment_that_is_not_there_yet(controller: Controller) -> None:
-    assert (await read()).models == {"demo": ModelHealth(0, asleep=False, awaits="the deployment")}
+    assert (await read()).models == {"demo": ModelState(0, asleep=False, awaits="the deployment")}
 
 
 async def test_another_application_s_model_is_not_ours(controller: Controller) -> None:

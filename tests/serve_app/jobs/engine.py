@@ -8,7 +8,7 @@ from random import Random
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.jobs.pacing import EngineLoad
-from serve_app.jobs.rows import Answer
+from serve_app.jobs.rows import RowAnswer
 from tests.progress import STILL_S
 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
@@ -71,7 +71,7 @@ class Engine(Served):
 
     async def send(
         self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
-    ) -> Answer:
+    ) -> RowAnswer:
         """Answer a row."""
         custom_id = custom_id_of(body)
         if not self.tries[custom_id]:
@@ -92,7 +92,7 @@ class Engine(Served):
             self.running -= 1
         if status in (200, 400):
             self.final[custom_id] += 1
-        return Answer(status, {"echo": custom_id} | ({"usage": USAGE} if status == 200 else {}))
+        return RowAnswer(status, {"echo": custom_id} | ({"usage": USAGE} if status == 200 else {}))
 
     async def load(self, base: str | None) -> EngineLoad | None:
         """Return the load, if the number of places is set."""

@@ -10,7 +10,7 @@ from pydantic_core import to_json
 
 from serve_app.api.protocol import JSON
 from serve_app.jobs import failpoints
-from serve_app.jobs.content import Content, Contents, Disk
+from serve_app.jobs.content import Content, Contents, DiskContent
 from serve_app.jobs.db import SQLite
 from serve_app.jobs.models import Batch, File
 from serve_app.jobs.storage import add_file
@@ -111,7 +111,7 @@ async def all_ended(store: Store, committed: asyncio.Event) -> None:
 
 def on_disk(folder: Path, epoch: int = 1) -> Content[Path]:
     """Return contents on the disk."""
-    return Content(folder, epoch, Disk(folder))
+    return Content(folder, epoch, DiskContent(folder))
 
 
 def opened(folder: Path) -> tuple[Store, Content[Path]]:

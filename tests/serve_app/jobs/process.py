@@ -17,7 +17,7 @@ from serve_app.jobs import failpoints
 from serve_app.jobs.batches import BatchRunner
 from serve_app.jobs.key_rules import KeyRules
 from serve_app.jobs.pacing import Fixed
-from serve_app.jobs.rows import Answer
+from serve_app.jobs.rows import RowAnswer
 from serve_app.jobs.storage import delete_noted
 from tests.serve_app.jobs.engine import Served, custom_id_of
 from tests.serve_app.jobs.helpers import NOW, limits_of, opened
@@ -31,12 +31,12 @@ class LoggedEngine(Served):
 
     async def send(
         self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
-    ) -> Answer:
+    ) -> RowAnswer:
         """Answer a row."""
         custom_id = custom_id_of(body)
         os.write(self._handle, f"{custom_id}\n".encode())
         await asyncio.sleep(0)
-        return Answer(200, {"echo": custom_id})
+        return RowAnswer(200, {"echo": custom_id})
 
 
 async def main(folder: Path, calls: Path, limit: int, kill_at: int) -> None:

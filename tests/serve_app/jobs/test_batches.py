@@ -23,7 +23,7 @@ from serve_app.jobs.errors import NotFoundError
 from serve_app.jobs.key_rules import KeyRules
 from serve_app.jobs.models import ENDED, Batch
 from serve_app.jobs.pacing import Auto, EngineLoad, Fixed
-from serve_app.jobs.rows import Answer
+from serve_app.jobs.rows import RowAnswer
 from serve_app.jobs.store import Store
 from tests.progress import STILL_S
 from tests.serve_app.jobs.engine import USAGE, Engine, custom_id_of
@@ -253,7 +253,7 @@ class TwoModels(Engine):
 
     async def send(
         self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
-    ) -> Answer:
+    ) -> RowAnswer:
         """Answer a row."""
         if body["model"] == "quick":
             return await self.quick.send(endpoint, body, scheduling, models)
@@ -281,13 +281,13 @@ class Held(Engine):
 
     async def send(
         self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
-    ) -> Answer:
+    ) -> RowAnswer:
         """Answer a row."""
         id = custom_id_of(body)
         if id not in self._rows:
             self.tries[id] += 1
             self.final[id] += 1
-            return Answer(200, {"echo": id})
+            return RowAnswer(200, {"echo": id})
         self.held.append(id)
         try:
             return await super().send(endpoint, body, scheduling, models)
@@ -527,7 +527,7 @@ async def test_a_call_that_serve_cancels_is_tried_again(tmp_path: Path) -> None:
 
         async def send(
             self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
-        ) -> Answer:
+        ) -> RowAnswer:
             """Answer the second try."""
             answer = await super().send(endpoint, body, scheduling, models)
             if self.tries[custom_id_of(body)] == 1:
@@ -566,7 +566,7 @@ async def test_results_that_come_soon_after_one_another_are_recorded_together(tm
 
         async def send(
             self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
-        ) -> Answer:
+        ) -> RowAnswer:
             await asyncio.sleep(0.001 * int(custom_id_of(body)))
             return await super().send(endpoint, body, scheduling, models)
 

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 import pytest
 
-from serve_app.jobs.content import Content, Disk, Draft, Input, Storage
+from serve_app.jobs.content import Content, DiskContent, Draft, Input, Storage
 from serve_app.jobs.errors import ContentLostError
 from tests.serve_app.jobs.helpers import bytes_of
 
@@ -21,7 +21,7 @@ Open = Callable[..., Content[Input]]
 @pytest.fixture(params=["disk", "memory", "buffered"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage[Input]:
     if request.param == "disk":
-        return Disk(tmp_path)
+        return DiskContent(tmp_path)
     pytest.importorskip("fsspec", reason="fsspec is not installed here (pip install -e '.[storage]')")
     from serve_app.jobs.object_storage import Objects
     from tests.serve_app.jobs import buffered_storage

@@ -18,9 +18,9 @@ from serve_app.jobs.forecast import (
     DAY_S,
     LATEST_S,
     REFUSED,
-    Demand,
-    Profile,
+    DayProfile,
     Queue,
+    RowDemand,
     Verdict,
     in_order,
 )
@@ -182,7 +182,7 @@ class Days:
         self._arrivals = sorted(self._all_arrivals(days, load), key=lambda one: one[0])
         self._places = Places(Fixed(PLACES), 1 << 40, lambda: None)
         self._meter = Meter(lambda: self.now)
-        self._profile = Profile()
+        self._profile = DayProfile()
         self._jobs: dict[str, Job] = {}
         self._latest: deque[Batch] = deque()
         self._running: list[tuple[float, int, Job, Row]] = []
@@ -238,7 +238,7 @@ class Days:
         self._forget()
         latest = [*self._latest, *(job.stored for job in self._jobs.values())]
         queued = [job.stored for job in self._jobs.values()]
-        queue = Queue([*queued, batch], self._profile.ahead(self.now), Demand(latest, self.now), self.now)
+        queue = Queue([*queued, batch], self._profile.ahead(self.now), RowDemand(latest, self.now), self.now)
         verdict = queue.outlook_of_new(batch, 7 * DAY_S).verdict
         batch = replace(batch, promised=verdict == "holds")
         works = [tenant.bound * used * exp(random.gauss(-0.32, 0.8)) for _ in range(rows)]

@@ -23,11 +23,11 @@ from serve_app.engine.accounts import BY_QUOTA
 from serve_app.ingress import relay
 from serve_app.ingress.body import LARGE_BYTES
 from serve_app.ingress.relay import PoisonError
-from serve_app.ingress.status import Health, ModelHealth
+from serve_app.ingress.status import Health, ModelState
 from serve_app.jobs import engines
 from serve_app.jobs.engines import EngineClient
 from serve_app.jobs.pacing import EngineLoad
-from serve_app.jobs.rows import Answer, QuotaError
+from serve_app.jobs.rows import QuotaError, RowAnswer
 from serve_app.ledger.callers import LostCalls
 from serve_app.ledger.report import LedgerFiles
 from serve_app.relay.frame import Head, pack, pack_error, with_headers
@@ -61,7 +61,7 @@ def client_of(engines: dict[str, Engine], **ingress: Any) -> EngineClient:
 async def test_a_row_goes_to_its_model_with_its_tier_tenant_and_weight() -> None:
     engines = {"other": Engine(answer()), "demo": Engine(answer(complete(PLAIN, b'{"ok": 1}')))}
     client = client_of(engines, max_tokens=9)
-    assert await client.send(CHAT, BODY, ANNA) == Answer(200, {"ok": 1})
+    assert await client.send(CHAT, BODY, ANNA) == RowAnswer(200, {"ok": 1})
     (request,) = engines["demo"].requests
     assert (request.method, request.path, from_json(request.body)) == ("POST", CHAT, BODY)
     assert request.scheduling == ANNA
@@ -72,7 +72,7 @@ async def test_a_row_goes_to_its_model_with_its_tier_tenant_and_weight() -> None
 
 
 async def test_a_row_has_the_quota_of_its_key_and_names_the_models_of_its_batch_only(
-    tmp_path: Path, health: dict[str, ModelHealth]
+    tmp_path: Path, health: dict[str, ModelState]
 ) -> None:
     path = tmp_path / "keys.json"
     entry = {"name": "ada", "sha256": hash_key(b"x"), "tenant": "anna", "quota": {"tokens_per_day": 2_000}}
@@ -132,7 +132,7 @@ async def test_a_row_calls_a_route_by_the_name_that_vllm_has_for_it() -> None:
 
 async def test_an_answer_in_pieces_is_joined() -> None:
     engine = Engine(answer(pack(head=PLAIN, body=b'{"a": "'), pack(body=b'b"}'), END))
-    assert await client_of({"demo": engine}).send(CHAT, BODY, ANNA) == Answer(200, {"a": "b"})
+    assert await client_of({"demo": engine}).send(CHAT, BODY, ANNA) == RowAnswer(200, {"a": "b"})
 
 
 async def test_a_large_answer_is_read_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,13 +283,13 @@ def test_the_engines_of_an_adapter_are_those_of_its_model() -> None:
     assert [client.base_of(name) for name in ("demo", "words", "unknown")] == ["demo", "demo", None]
 
 
-async def test_the_load_is_that_of_the_engines_that_have_rows(health: dict[str, ModelHealth]) -> None:
+async def test_the_load_is_that_of_the_engines_that_have_rows(health: dict[str, ModelState]) -> None:
     engines = {name: Engine(Stuck()) for name in ("demo", "other", "asleep", "unused")}
     one = {"batcher": {"running": 2, "queue_depth": 3}}
     engines["demo"].stats = engines["unused"].stats = [one, one]
     engines["other"].stats = TimeoutError()
-    health |= {name: ModelHealth(2, False, "") for name in engines}
-    health["asleep"] = ModelHealth(0, True, "")
+    health |= {name: ModelState(2, False, "") for name in engines}
+    health["asleep"] = ModelState(0, True, "")
     client = client_of(engines)
     assert await client.load(None) is None
     async with asyncio.TaskGroup() as group:
@@ -303,11 +303,11 @@ async def test_the_load_is_that_of_the_engines_that_have_rows(health: dict[str, 
         assert engines["asleep"].broadcasts == engines["unused"].broadcasts == []
         assert await client.load("demo") == EngineLoad(4, 6)
         assert await client.load("other") is None
-        health["demo"] = ModelHealth(0, True, "")
+        health["demo"] = ModelState(0, True, "")
         assert await client.load(None) is None
         for task in rows:
             task.cancel()
-    health["demo"] = ModelHealth(2, False, "")
+    health["demo"] = ModelState(2, False, "")
     assert await client.load(None) is None
     engines["demo"].answering = answer(complete(PLAIN, b"{}"))
     await client.send(CHAT, BODY, ANNA)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from serve_app.api.protocol import JSON
-from serve_app.jobs.forecast import DAY_S, HOUR_S, Demand, Outlook, Profile, Queue, in_order, remaining
+from serve_app.jobs.forecast import DAY_S, HOUR_S, DayProfile, Outlook, Queue, RowDemand, in_order, remaining
 from serve_app.jobs.models import Batch, batch_object
 from tests.serve_app.jobs.helpers import NOW, batch_of
 
@@ -13,9 +13,9 @@ MIDNIGHT = NOW - NOW % DAY_S
 WEEK_S = 7 * DAY_S
 
 
-def steady(rate: float = 1.0, days: int = 6) -> Profile:
+def steady(rate: float = 1.0, days: int = 6) -> DayProfile:
     """Return a profile of an engine that has done the same in each hour of some days before NOW."""
-    profile = Profile()
+    profile = DayProfile()
     for hour in range(-24 * days, 0):
         profile.add(rate * HOUR_S, HOUR_S, NOW + hour * HOUR_S)
     return profile
@@ -38,9 +38,11 @@ def history(*tenants: str, rows: int = 20, used: float = 1.0, count: int = 30) -
     ]
 
 
-def queue_of(*batches: Batch, profile: Profile | None = None, latest: Iterable[Batch] | None = None) -> Queue:
+def queue_of(
+    *batches: Batch, profile: DayProfile | None = None, latest: Iterable[Batch] | None = None
+) -> Queue:
     tenants = {batch.tenant for batch in batches}
-    demand = Demand(history(*tenants) if latest is None else latest, NOW)
+    demand = RowDemand(history(*tenants) if latest is None else latest, NOW)
     return Queue(batches, (profile or steady()).ahead(NOW), demand, NOW)
 
 
@@ -68,7 +70,7 @@ def test_a_window_holds_is_unsure_or_surely_not() -> None:
 
 
 def test_without_any_measurement_nothing_is_promised_and_it_says_so() -> None:
-    queue = queue_of(running("b", 5), profile=Profile())
+    queue = queue_of(running("b", 5), profile=DayProfile())
     (outlook,) = queue.outlooks().values()
     assert outlook.verdict == "unknown"
     assert outlook.message.startswith("No promise")
@@ -179,7 +181,7 @@ def test_a_forecast_of_many_tenants_looks_at_each_batch_a_few_times() -> None:
 
 
 def test_the_rate_of_each_hour_of_the_day_is_learned() -> None:
-    profile = Profile()
+    profile = DayProfile()
     for hour in range(24 * 6):
         rate = 0.1 if 8 <= hour % 24 < 20 else 1.0
         profile.add(rate * HOUR_S, HOUR_S, MIDNIGHT + (hour - 24 * 6) * HOUR_S)
@@ -204,14 +206,14 @@ def test_later_days_count_more() -> None:
 
 def test_a_profile_that_was_wrong_of_late_promises_less() -> None:
     random = Random(1)
-    shaky = Profile()
+    shaky = DayProfile()
     for hour in range(-24 * 6, 0):
         shaky.add(random.choice((0.5, 1.5)) * HOUR_S, HOUR_S, NOW + hour * HOUR_S)
     assert [verdict(1800, profile=profile) for profile in (steady(), shaky)] == ["holds", "unsure"]
 
 
 def test_hours_that_were_never_measured_have_a_wider_margin() -> None:
-    profile = Profile()
+    profile = DayProfile()
     for day in range(-5, 0):
         profile.add(HOUR_S, HOUR_S, NOW + day * DAY_S)
     hour = NOW + HOUR_S - NOW % HOUR_S
@@ -224,17 +226,17 @@ def test_hours_that_were_never_measured_have_a_wider_margin() -> None:
 
 
 def test_what_was_measured_is_forgotten_in_the_end() -> None:
-    profile = Profile()
+    profile = DayProfile()
     profile.add(600.0, 600.0, NOW)
     assert profile.ahead(NOW + 5 * DAY_S) is not None
     assert profile.ahead(NOW + 60 * DAY_S) is None
-    profile = Profile()
+    profile = DayProfile()
     profile.add(5.0, 5.0, NOW)
     assert profile.ahead(NOW) is None
 
 
 def test_a_profile_goes_on_from_what_was_stored() -> None:
-    stored = Profile(steady().hours)
+    stored = DayProfile(steady().hours)
     ahead, before = stored.ahead(NOW), steady().ahead(NOW)
     assert ahead is not None
     assert before is not None

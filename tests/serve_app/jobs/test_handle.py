@@ -11,7 +11,7 @@ from serve_app.api.errors import EngineLostError, RequestError
 from serve_app.api.scheduling import Scheduling
 from serve_app.jobs.errors import RunError
 from serve_app.jobs.handle import HandleClient
-from serve_app.jobs.rows import Answer
+from serve_app.jobs.rows import RowAnswer
 from tests.progress import STILL_S
 from tests.serve_app.jobs.generate_handle import Handle, put_in_place
 
@@ -24,13 +24,13 @@ def handle(monkeypatch: pytest.MonkeyPatch) -> Handle:
     return put_in_place(monkeypatch)
 
 
-def send(**options: Any) -> "asyncio.Task[Answer]":
+def send(**options: Any) -> "asyncio.Task[RowAnswer]":
     """Send a row."""
     client = HandleClient("llm", "demo", **options)
     return asyncio.ensure_future(client.send("/generate", BODY, Scheduling()))
 
 
-async def status_of(call: "asyncio.Task[Answer]") -> int:
+async def status_of(call: "asyncio.Task[RowAnswer]") -> int:
     """Return the status of the error with which a call ends."""
     with pytest.raises(RequestError) as caught:
         async with asyncio.timeout(STILL_S):
@@ -42,7 +42,7 @@ async def test_a_row_over_the_handle(handle: Handle) -> None:
     call = send()
     async with asyncio.timeout(STILL_S):
         (await handle.asked.get()).future.set_result({"results": ["A"]})
-        assert await call == Answer(200, {"results": ["A"]})
+        assert await call == RowAnswer(200, {"results": ["A"]})
     assert handle.bodies == [BODY]
 
 

@@ -14,7 +14,7 @@ from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.jobs.errors import RunError
 from serve_app.jobs.http import HTTPClient
-from serve_app.jobs.rows import Answer
+from serve_app.jobs.rows import RowAnswer
 from tests.progress import STILL_S
 from tests.serve_app.dataset.fake import FakeService, failure, listening
 
@@ -26,7 +26,7 @@ def http_client(answer: Callable[[httpx.Request], httpx.Response], **options: An
     return HTTPClient("http://fake/", transport=httpx.MockTransport(answer), **options)
 
 
-async def send(client: HTTPClient, body: JSON = BODY) -> Answer:
+async def send(client: HTTPClient, body: JSON = BODY) -> RowAnswer:
     """Send a row."""
     return await client.send("/generate", body, Scheduling())
 
@@ -39,7 +39,7 @@ async def test_a_call_has_the_key() -> None:
         return httpx.Response(200, json={"results": ["A"]})
 
     async with http_client(answer, api_key="sk-ada") as client:
-        assert await send(client) == Answer(200, {"results": ["A"]})
+        assert await send(client) == RowAnswer(200, {"results": ["A"]})
     (first,) = requests
     assert str(first.url) == "http://fake/generate"
     assert json.loads(first.content) == BODY
@@ -49,7 +49,7 @@ async def test_a_call_has_the_key() -> None:
 async def test_an_error_of_the_service_keeps_its_fields() -> None:
     error = {"type": "rate_limit_error", "message": "full", "param": "prompts", "code": 429}
     client = http_client(lambda _: httpx.Response(429, json={"error": error}, headers={"retry-after": "7"}))
-    assert await send(client) == Answer(429, {"error": error}, 7.0)
+    assert await send(client) == RowAnswer(429, {"error": error}, 7.0)
 
 
 @pytest.mark.parametrize(

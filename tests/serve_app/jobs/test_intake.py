@@ -17,7 +17,7 @@ from starlette.types import Message
 
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
-from serve_app.jobs.content import Content, Disk, Draft
+from serve_app.jobs.content import Content, DiskContent, Draft
 from serve_app.jobs.intake import FORM_BYTES, MAX_ERRORS, Findings, receive, sketch, validate
 from tests.serve_app.jobs.helpers import CHAT, limits_of, on_disk, row, text_of
 
@@ -134,7 +134,7 @@ async def test_a_draft_that_a_thread_makes_after_the_end_of_its_request_is_delet
             return super().draft()
 
     receiving = asyncio.create_task(
-        receive(request_of(HEAD, TAIL), SlowContent(tmp_path, 1, Disk(tmp_path)), 100)
+        receive(request_of(HEAD, TAIL), SlowContent(tmp_path, 1, DiskContent(tmp_path)), 100)
     )
     await opening.wait()
     receiving.cancel()

@@ -11,7 +11,7 @@ from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.jobs.lists import Lists
 from serve_app.jobs.pacing import EngineLoad
-from serve_app.jobs.rows import Answer
+from serve_app.jobs.rows import RowAnswer
 from tests.progress import STILL_S
 from tests.serve_app.jobs.engine import Served
 
@@ -30,7 +30,7 @@ class Service(Served):
         most: Most calls that were ever under way.
     """
 
-    def __init__(self, failure: Callable[[list[str]], Answer | Exception | None] = lambda _: None) -> None:
+    def __init__(self, failure: Callable[[list[str]], RowAnswer | Exception | None] = lambda _: None) -> None:
         self.calls: list[list[str]] = []
         self.running = self.most = 0
         self.cancelled = 0
@@ -41,7 +41,7 @@ class Service(Served):
 
     async def send(
         self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
-    ) -> Answer:
+    ) -> RowAnswer:
         prompts = body["prompts"]
         self.calls.append(prompts)
         self.begun.set()
@@ -63,13 +63,13 @@ class Service(Served):
             "results": [None if text.startswith("bad") else text.upper() for text in prompts],
             "details": [None if text.startswith("bad") else {"n": len(text)} for text in prompts],
         }
-        return failure or Answer(200, body | ({"errors": errors} if errors else {}))
+        return failure or RowAnswer(200, body | ({"errors": errors} if errors else {}))
 
     async def load(self, base: str | None) -> EngineLoad | None:
         return EngineLoad(1, 2)
 
 
-async def ask(lists: Lists, *texts: str, **fields: Any) -> list[Answer]:
+async def ask(lists: Lists, *texts: str, **fields: Any) -> list[RowAnswer]:
     async with asyncio.timeout(STILL_S):
         return await asyncio.gather(
             *(
@@ -99,7 +99,7 @@ async def test_rows_with_other_fields_share_no_call() -> None:
 
 async def test_the_rows_of_a_list_that_fails_go_alone_until_they_are_answered() -> None:
     down = [True]
-    service = Service(lambda _: Answer(503, {}) if down[0] else None)
+    service = Service(lambda _: RowAnswer(503, {}) if down[0] else None)
     lists = Lists(service, 3)
     assert [answer.status for answer in await ask(lists, "a", "b", "c")] == [503] * 3
     assert [answer.status for answer in await ask(lists, "a", "b", "c")] == [503] * 3
@@ -122,8 +122,8 @@ async def test_the_rows_of_a_list_without_room_stay_together() -> None:
 
 
 async def test_what_engines_die_of_is_found_by_one_row_after_the_other() -> None:
-    def deadly(prompts: list[str]) -> Answer | None:
-        return Answer(500, {"error": {"message": "poison"}}, final=True) if "x" in prompts else None
+    def deadly(prompts: list[str]) -> RowAnswer | None:
+        return RowAnswer(500, {"error": {"message": "poison"}}, final=True) if "x" in prompts else None
 
     service = Service(deadly)
     answers = await ask(Lists(service, 4), "a", "x", "b", "c")
@@ -133,13 +133,13 @@ async def test_what_engines_die_of_is_found_by_one_row_after_the_other() -> None
 
 
 async def test_a_list_that_is_too_large_goes_row_by_row_at_once() -> None:
-    service = Service(lambda prompts: Answer(413, {}) if len(prompts) > 1 else None)
+    service = Service(lambda prompts: RowAnswer(413, {}) if len(prompts) > 1 else None)
     assert [answer.status for answer in await ask(Lists(service, 3), "a", "b", "c")] == [200] * 3
 
 
 @pytest.mark.parametrize("body", [{}, {"results": ["A"], "details": [{}]}, {"results": 3, "details": []}])
 async def test_an_answer_of_another_length_is_a_failure_of_the_service(body: JSON) -> None:
-    answers = await ask(Lists(Service(lambda prompts: Answer(200, body)), 2), "a", "b")
+    answers = await ask(Lists(Service(lambda prompts: RowAnswer(200, body)), 2), "a", "b")
     assert [answer.status for answer in answers] == [502] * 2
 
 

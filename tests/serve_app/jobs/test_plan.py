@@ -16,7 +16,7 @@ from serve_app.jobs.content import Content, Contents
 from serve_app.jobs.errors import ContentLostError
 from serve_app.jobs.intake import validate
 from serve_app.jobs.models import Batch
-from serve_app.jobs.plan import Line, Plan, plan_id, plan_of, read_lines, unsent
+from serve_app.jobs.plan import InputLine, RowPlan, plan_id, plan_of, read_lines, unsent
 from serve_app.jobs.rows import Row, answered
 from serve_app.jobs.storage import close, give_up, record
 from serve_app.settings.ingress import IngressSettings
@@ -264,7 +264,7 @@ def test_what_is_stored_is_read(tmp_path: Path) -> None:
     entries: Any = [*range(3)]
     site = Site(tmp_path, *(row(str(number)) for number in entries))
     plan = plan_of(site.content, site.batch)
-    found = Plan.of_bytes(plan.to_bytes())
+    found = RowPlan.of_bytes(plan.to_bytes())
     assert found is not None
     assert ([*found], found.models) == ([*plan], plan.models)
     site.store.close()
@@ -282,7 +282,7 @@ def test_a_batch_that_has_ended_has_no_plan(tmp_path: Path, lost: bool) -> None:
     site.store.close()
 
 
-def lines(folder: Path, text: bytes, most: int = 100) -> list[Line]:
+def lines(folder: Path, text: bytes, most: int = 100) -> list[InputLine]:
     path = folder / "in"
     path.write_bytes(text)
     return [*read_lines(path, most)]
@@ -291,13 +291,13 @@ def lines(folder: Path, text: bytes, most: int = 100) -> list[Line]:
 def test_lines_have_their_numbers_and_places(tmp_path: Path) -> None:
     text = b"\xef\xbb\xbfone\n\n  \r\ntwo\r\n  three"
     found = lines(tmp_path, text)
-    assert found == [Line(1, b"one", 3), Line(4, b"two", 12), Line(5, b"three", 19)]
+    assert found == [InputLine(1, b"one", 3), InputLine(4, b"two", 12), InputLine(5, b"three", 19)]
     assert all(text[line.offset :].startswith(line.text or b"?") for line in found)
 
 
 def test_a_long_line_is_not_kept(tmp_path: Path) -> None:
     found = lines(tmp_path, b"x" * 35 + b"\n" + b"y" * 10 + b"\n" + b"z" * 11, 10)
-    assert found == [Line(1, None, 0), Line(2, b"y" * 10, 36), Line(3, None, 47)]
+    assert found == [InputLine(1, None, 0), InputLine(2, b"y" * 10, 36), InputLine(3, None, 47)]
 
 
 def test_a_long_line_that_begins_with_spaces_is_one(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic_core import from_json
 
-from serve_app.jobs.rows import EXPIRED, NO_TOKENS, Row, Tokens, answered, together, tokens_of, unrun
+from serve_app.jobs.rows import EXPIRED, NO_TOKENS, Row, RowTokens, answered, together, tokens_of, unrun
 from tests.serve_app.jobs.helpers import row, text_of
 
 ROW = Row(7, text_of(row("ü\n", body={"model": "demo", "service_tier": "priority"})))
@@ -34,7 +34,7 @@ def test_other_statuses_are_errors() -> None:
 @pytest.mark.parametrize(
     ("usage", "tokens"),
     [
-        ({"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}, Tokens(5, 0, 2, 0)),
+        ({"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}, RowTokens(5, 0, 2, 0)),
         (
             {
                 "prompt_tokens": 5,
@@ -42,7 +42,7 @@ def test_other_statuses_are_errors() -> None:
                 "prompt_tokens_details": {"cached_tokens": 4},
                 "completion_tokens_details": {"reasoning_tokens": 1},
             },
-            Tokens(5, 4, 2, 1),
+            RowTokens(5, 4, 2, 1),
         ),
         (
             {
@@ -51,16 +51,16 @@ def test_other_statuses_are_errors() -> None:
                 "input_tokens_details": {"cached_tokens": 4},
                 "output_tokens_details": {"reasoning_tokens": 1},
             },
-            Tokens(5, 4, 2, 1),
+            RowTokens(5, 4, 2, 1),
         ),
-        ({"prompt_tokens": 5, "total_tokens": 5}, Tokens(5)),
-        ({"prompt_tokens": 5, "prompt_tokens_details": None}, Tokens(5)),
+        ({"prompt_tokens": 5, "total_tokens": 5}, RowTokens(5)),
+        ({"prompt_tokens": 5, "prompt_tokens_details": None}, RowTokens(5)),
         ({"prompt_tokens": -1, "completion_tokens": "2"}, NO_TOKENS),
         ({"prompt_tokens": True, "completion_tokens": 1e300}, NO_TOKENS),
         ([], NO_TOKENS),
     ],
 )
-def test_an_answer_reports_its_tokens(usage: Any, tokens: Tokens) -> None:
+def test_an_answer_reports_its_tokens(usage: Any, tokens: RowTokens) -> None:
     assert tokens_of({"usage": usage}) == tokens
 
 
@@ -70,5 +70,5 @@ def test_an_answer_may_report_none(answer: Any) -> None:
 
 
 def test_tokens_are_added_up() -> None:
-    assert together([Tokens(1, 2, 3, 4), Tokens(10, 20, 30, 40)]) == Tokens(11, 22, 33, 44)
+    assert together([RowTokens(1, 2, 3, 4), RowTokens(10, 20, 30, 40)]) == RowTokens(11, 22, 33, 44)
     assert together([]) == NO_TOKENS

@@ -19,7 +19,7 @@ from serve_app.ingress.body import LARGE_BYTES
 from serve_app.jobs import rows
 from serve_app.jobs.batches import OpenBatch
 from serve_app.jobs.pacing import Auto, Fixed
-from serve_app.jobs.rows import Answer, QuotaError, Row
+from serve_app.jobs.rows import QuotaError, Row, RowAnswer
 from serve_app.jobs.sender import Sender
 from tests.progress import STILL_S
 from tests.serve_app.jobs.engine import Served
@@ -32,12 +32,12 @@ ROW = Row(1, text_of(row("x")))
 class Script(Served):
     """A client with answers that are told before."""
 
-    def __init__(self, *answers: Answer | Exception) -> None:
+    def __init__(self, *answers: RowAnswer | Exception) -> None:
         self._answers = list(answers)
 
     async def send(
         self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
-    ) -> Answer:
+    ) -> RowAnswer:
         """Return the next answer."""
         answer = self._answers.pop(0)
         if isinstance(answer, Exception):
@@ -60,7 +60,7 @@ noted: list[tuple[int, float | None]] = []
 async def test_retry_after_is_kept() -> None:
     noted.clear()
     full = RequestError(429, "rate_limit_error", "full", retry_after_s=7.0)
-    client = Script(Answer(429, {}, 5.0), full, ConnectionError("reset"), Answer(200, {"ok": True}))
+    client = Script(RowAnswer(429, {}, 5.0), full, ConnectionError("reset"), RowAnswer(200, {"ok": True}))
     sender = Sender(client, Fixed(1), Waits(), 0, 5.0)
     result = await sender.send(OpenBatch(BATCH), ROW)
     assert result is not None
@@ -70,7 +70,7 @@ async def test_retry_after_is_kept() -> None:
 
 async def test_a_final_error_is_not_tried_again() -> None:
     poison = RequestError(503, "service_unavailable", "it ended three engines", final=True)
-    for answer in (poison, Answer(503, {}, final=True)):
+    for answer in (poison, RowAnswer(503, {}, final=True)):
         result = await Sender(Script(answer), Fixed(1), Backoff(), 8, 5.0).send(OpenBatch(BATCH), ROW)
         assert result is not None
         assert result.is_error
@@ -80,14 +80,14 @@ async def test_a_try_that_takes_too_long_is_repeated() -> None:
     class Slow(Script):
         async def send(
             self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
-        ) -> Answer:
+        ) -> RowAnswer:
             """Hang, the first time."""
             answer = await super().send(endpoint, body, scheduling, models)
             if answer.status == 504:
                 await asyncio.Event().wait()
             return answer
 
-    client = Slow(Answer(504, {}), Answer(200, {}))
+    client = Slow(RowAnswer(504, {}), RowAnswer(200, {}))
     sender = Sender(client, Fixed(1), Backoff(0.0, 0.0, Random(0)), 0, 0.01)
     result = await sender.send(OpenBatch(BATCH), ROW)
     assert result is not None
@@ -105,7 +105,7 @@ async def test_a_row_is_away_while_it_waits_for_a_try() -> None:
         waiting -= 1
 
     one = OpenBatch(BATCH)
-    sender = Sender(Script(Answer(503, {})), Fixed(1), Backoff(3600.0, 3600.0), 0, 5.0)
+    sender = Sender(Script(RowAnswer(503, {})), Fixed(1), Backoff(3600.0, 3600.0), 0, 5.0)
     sending = asyncio.create_task(sender.send(one, ROW, away))
     for _ in range(10):
         await asyncio.sleep(0)
@@ -119,10 +119,10 @@ async def test_a_refusal_by_an_engine_lowers_the_limit_and_one_by_a_quota_does_n
     noted.clear()
     refused = QuotaError(429, "rate_limit_error", "none left", retry_after_s=36_000.0)
     limit = Auto(first=8)
-    sender = Sender(Script(refused, Answer(200, {})), limit, Waits(), 0, 5.0)
+    sender = Sender(Script(refused, RowAnswer(200, {})), limit, Waits(), 0, 5.0)
     assert await sender.send(OpenBatch(BATCH), ROW) is not None
     assert (limit.limit, noted) == (8, [(1, 36_000.0)])
-    sender = Sender(Script(Answer(429, {}), Answer(200, {})), limit, Waits(), 0, 5.0)
+    sender = Sender(Script(RowAnswer(429, {}), RowAnswer(200, {})), limit, Waits(), 0, 5.0)
     assert await sender.send(OpenBatch(BATCH), ROW) is not None
     assert limit.limit == 4
 
@@ -138,7 +138,7 @@ async def test_a_large_row_is_read_and_answered_beside_the_loop_and_not_kept_as_
 
         async def send(
             self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
-        ) -> Answer:
+        ) -> RowAnswer:
             """Forget the row, and answer once it is gone."""
             loop, gone = asyncio.get_running_loop(), asyncio.Event()
             # The thread that has read it holds it until it gets a core.
@@ -147,7 +147,7 @@ async def test_a_large_row_is_read_and_answered_beside_the_loop_and_not_kept_as_
             async with asyncio.timeout(STILL_S):
                 await gone.wait()
             forgotten.append(watched() is None)
-            return Answer(200, {})
+            return RowAnswer(200, {})
 
     forgotten: list[bool] = []
     threads = set()

@@ -14,7 +14,7 @@ import pytest
 from pydantic_core import from_json
 
 from serve_app.jobs.batches import BatchRunner
-from serve_app.jobs.content import Content, Contents, Disk
+from serve_app.jobs.content import Content, Contents, DiskContent
 from serve_app.jobs.key_rules import KeyRules
 from serve_app.jobs.storage import adopt_results, delete_noted
 from serve_app.jobs.store import Store
@@ -63,7 +63,7 @@ def in_object_storage(folder: Path, epoch: int) -> Contents:
 async def test_a_batch_of_version_6_goes_on(where: str, cancelled: bool, tmp_path: Path) -> None:
     folder = restored(tmp_path / "batches")
     store = Store(folder)
-    content: Contents = Content(folder, store.epoch, Disk(folder))
+    content: Contents = Content(folder, store.epoch, DiskContent(folder))
     if where == "object storage":
         content = in_object_storage(folder, store.epoch)
     delete_noted(store, content)

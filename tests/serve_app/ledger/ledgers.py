@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from serve_app.ledger.parquet import to_parquet
-from serve_app.ledger.report import LedgerFiles, Line
-from serve_app.ledger.rows import Row, encode, utc
+from serve_app.ledger.report import LedgerFiles, ReportLine
+from serve_app.ledger.rows import LedgerRow, encode, utc
 
 START = 1_800_000_000.0
 
@@ -19,7 +19,7 @@ def write_row(folder: Path, **fields: Any) -> Path:
         fields: Fields of the row.
     """
     values: dict[str, Any] = {"call": "a-1", "time": utc(datetime.now(UTC).timestamp())} | fields
-    row = Row(**values)
+    row = LedgerRow(**values)
     path = folder / f"day={row.day}" / "a.00000.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
@@ -27,12 +27,12 @@ def write_row(folder: Path, **fields: Any) -> Path:
     return folder
 
 
-def row(number: int, **fields: Any) -> Row:
+def row(number: int, **fields: Any) -> LedgerRow:
     """Return a row of a call with this number, which ended at `START`."""
-    return Row(call=f"a-{number}", **({"time": utc(START)} | fields))
+    return LedgerRow(call=f"a-{number}", **({"time": utc(START)} | fields))
 
 
-def save(folder: Path, day: str, name: str, rows: list[Row], *, parquet: bool) -> None:
+def save(folder: Path, day: str, name: str, rows: list[LedgerRow], *, parquet: bool) -> None:
     """Write a segment of a ledger."""
     path = folder / f"day={day}" / name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -42,7 +42,7 @@ def save(folder: Path, day: str, name: str, rows: list[Row], *, parquet: bool) -
     path.with_suffix(".parquet" if parquet else ".jsonl").write_bytes(content)
 
 
-def lines(folder: Path, *by: str, **options: Any) -> list[Line]:
+def lines(folder: Path, *by: str, **options: Any) -> list[ReportLine]:
     """Return the lines of a report on a ledger."""
     return LedgerFiles(str(folder)).sums(by, **options)
 

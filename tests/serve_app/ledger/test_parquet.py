@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.ledger.parquet import schema, to_parquet
-from serve_app.ledger.rows import FIELDS, Row, encode, utc
+from serve_app.ledger.rows import FIELDS, LedgerRow, encode, utc
 
 COUNTS = st.integers(0, 2**53)
 SECONDS = st.floats(0, 1e9)
 TEXTS = st.text(max_size=20)
 ROWS = st.builds(
-    Row,
+    LedgerRow,
     call=TEXTS,
     time=st.integers(0, 4_000_000_000_000).map(lambda ms: utc(ms / 1e3)),
     key=TEXTS,
@@ -38,7 +38,7 @@ def table(data: bytes) -> Any:
 
 @settings(max_examples=50, deadline=None)
 @given(rows=st.lists(ROWS, max_size=5), rest=st.sampled_from([b"", b'{"call":"a-9","ti']))
-def test_a_segment_has_the_same_rows_in_both_forms(rows: list[Row], rest: bytes) -> None:
+def test_a_segment_has_the_same_rows_in_both_forms(rows: list[LedgerRow], rest: bytes) -> None:
     """A crash may leave a part of a line at the end, which is no row."""
     found = table(to_parquet(b"".join(map(encode, rows)) + rest)).to_pylist()
     assert found == [msgspec.structs.asdict(row) for row in rows]
@@ -48,12 +48,12 @@ def test_a_segment_without_rows_has_the_columns_of_all_others() -> None:
     found = table(to_parquet(b""))
     assert found.num_rows == 0
     assert found.schema.names == list(FIELDS)
-    assert found.schema == table(to_parquet(encode(Row(call="a", time=datetime.now(UTC))))).schema
+    assert found.schema == table(to_parquet(encode(LedgerRow(call="a", time=datetime.now(UTC))))).schema
     assert found.schema == schema()
 
 
 def test_a_column_of_a_later_version_is_left_out() -> None:
-    line = encode(Row(call="a", time=utc(1.0)))
+    line = encode(LedgerRow(call="a", time=utc(1.0)))
     assert table(to_parquet(line.replace(b"{", b'{"colour":"red",', 1))).schema == schema()
 
 

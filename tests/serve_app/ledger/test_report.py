@@ -12,7 +12,7 @@ import pytest
 from serve_app.ledger import report
 from serve_app.ledger.prices import Prices
 from serve_app.ledger.report import BY, LedgerError, LedgerFiles
-from serve_app.ledger.rows import Row, encode, utc
+from serve_app.ledger.rows import LedgerRow, encode, utc
 from serve_app.relay.usage import Tokens
 from serve_app.settings.usage import PriceSettings
 from tests.serve_app.ledger.ledgers import ROWS, START, lines, save
@@ -59,7 +59,7 @@ def test_the_price_is_that_of_each_call_and_exact(tmp_path: Path) -> None:
 
 
 def test_every_column_is_one_of_a_row() -> None:
-    assert all(name == "day" or name in Row.__struct_fields__ for name in BY)
+    assert all(name == "day" or name in LedgerRow.__struct_fields__ for name in BY)
 
 
 def test_lines_that_are_no_rows_are_counted_but_for_one_that_is_being_written(tmp_path: Path) -> None:
@@ -133,9 +133,9 @@ def test_a_segment_that_becomes_parquet_meanwhile_counts_once(tmp_path: Path) ->
 # Lengths
 
 
-def row(number: int, **fields: Any) -> Row:
+def row(number: int, **fields: Any) -> LedgerRow:
     given: dict[str, Any] = {"time": utc(START), "model": "m", "endpoint": "/v1/chat/completions"}
-    return Row(call=f"a-{number}", **(given | {"prompt_tokens": number, "output_tokens": 1} | fields))
+    return LedgerRow(call=f"a-{number}", **(given | {"prompt_tokens": number, "output_tokens": 1} | fields))
 
 
 CALLS = [

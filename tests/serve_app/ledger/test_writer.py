@@ -19,7 +19,7 @@ from serve_app.ledger.calls import Call, CallBook
 from serve_app.ledger.disk import DRAFT, LocalDisk
 from serve_app.ledger.parquet import to_parquet
 from serve_app.ledger.report import LedgerFiles
-from serve_app.ledger.rows import Row, decode, encode
+from serve_app.ledger.rows import LedgerRow, decode, encode
 from serve_app.ledger.writer import (
     JSONL,
     MAX_PENDING,
@@ -58,7 +58,7 @@ Sizes = dict[str, int]
 """Output tokens by call; each call has a tenant of its own."""
 
 
-def rows_in(store: Store) -> list[Row]:
+def rows_in(store: Store) -> list[LedgerRow]:
     """Return the rows of a ledger as a reader sees them."""
     found = []
     for path, data in sorted(store.files.items()):
@@ -98,7 +98,7 @@ class Process:
             assert rows == self.ledger.written
             self.written |= {call.origin.tenant: call.usage.counted.output for call in calls}
 
-        def died(name: str, rows: Callable[[int], list[Row]]) -> None:
+        def died(name: str, rows: Callable[[int], list[LedgerRow]]) -> None:
             self.dead[name] = {row.tenant: row.output_tokens for row in rows(self.after)}
 
         self.ledger = Ledger(

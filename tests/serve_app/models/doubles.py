@@ -5,21 +5,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from serve_app.models.devices import Gpu, Machine
+from serve_app.models.devices import Machine, UsableGPU
 from serve_app.models.errors import ModelError
 from serve_app.models.hub import HubAwayError
 from serve_app.models.model_files import ModelFiles
 
 MIB = 1 << 20
 
-L4 = Gpu("NVIDIA L4", 22_563 * MIB, 1 * MIB, 8.9)
-H100 = Gpu("NVIDIA H100 80GB HBM3", 81_039 * MIB, 1 * MIB, 9.0)
-T4 = Gpu("Tesla T4", 14_923 * MIB, 1 * MIB, 7.5)
+L4 = UsableGPU("NVIDIA L4", 22_563 * MIB, 1 * MIB, 8.9)
+H100 = UsableGPU("NVIDIA H100 80GB HBM3", 81_039 * MIB, 1 * MIB, 9.0)
+T4 = UsableGPU("Tesla T4", 14_923 * MIB, 1 * MIB, 7.5)
 
 GB = 10**9
 
 
-def machine(*gpus: Gpu, cores: int = 16, memory: int = 64 * GB) -> Machine:
+def machine(*gpus: UsableGPU, cores: int = 16, memory: int = 64 * GB) -> Machine:
     """Return a machine with some GPUs."""
     return Machine(gpus, cores, memory)
 

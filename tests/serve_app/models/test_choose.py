@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.models.choose import CONTEXT_STEP, LEAST_CONTEXT, SEQUENCES, Choice, choose
-from serve_app.models.devices import Gpu, Machine
+from serve_app.models.devices import Machine, UsableGPU
 from serve_app.models.errors import ModelError
 from serve_app.models.memory import CPU_KV_MOST
 from serve_app.models.model_files import ModelFiles
@@ -48,7 +48,7 @@ def spread(choice: Choice) -> tuple[int, int]:
     ],
 )
 def test_gpus_share_a_model_only_if_one_is_too_small(
-    files: ModelFiles, gpus: list[Gpu], expected: tuple[int, int]
+    files: ModelFiles, gpus: list[UsableGPU], expected: tuple[int, int]
 ) -> None:
     assert spread(choose(files, machine(*gpus), {})) == expected
 
@@ -206,7 +206,9 @@ def test_a_context_above_the_models_own_is_told() -> None:
         ({}, None, "bfloat16"),
     ],
 )
-def test_the_type_is_one_that_the_device_has(fields: dict[str, Any], gpu: Gpu | None, dtype: str) -> None:
+def test_the_type_is_one_that_the_device_has(
+    fields: dict[str, Any], gpu: UsableGPU | None, dtype: str
+) -> None:
     files = replace(SMALL, config={**SMALL.config, **fields})
     assert choose(files, machine(*([gpu] if gpu else [])), {}).dtype == dtype
 
@@ -254,7 +256,9 @@ def test_a_sliding_window_is_told() -> None:
     assert choose(files, machine(H100), {}).notes[0].startswith("Some layers look back on 4,096 tokens only.")
 
 
-gpus = st.builds(Gpu, st.just("GPU"), st.integers(1, 200).map(lambda gb: gb * GB), capability=st.just(9.0))
+gpus = st.builds(
+    UsableGPU, st.just("GPU"), st.integers(1, 200).map(lambda gb: gb * GB), capability=st.just(9.0)
+)
 
 
 @given(
@@ -264,7 +268,7 @@ gpus = st.builds(Gpu, st.just("GPU"), st.integers(1, 200).map(lambda gb: gb * GB
     st.sampled_from([QWEN_7B, LLAMA_8B, LLAMA_70B]),
 )
 def test_a_choice_stays_within_the_machine(
-    found: tuple[Gpu, ...], host: int, weights: int, config: dict[str, Any]
+    found: tuple[UsableGPU, ...], host: int, weights: int, config: dict[str, Any]
 ) -> None:
     on = Machine(found, 8, host * GB)
     try:

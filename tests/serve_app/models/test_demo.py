@@ -10,12 +10,12 @@ from ray.serve.schema import ServeDeploySchema
 
 from serve_app.models.architecture import read_architecture
 from serve_app.models.demo import demo_service
-from serve_app.models.devices import Gpu, Machine
+from serve_app.models.devices import Machine, UsableGPU
 from serve_app.models.service import serve_config
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.schema import parse
 from serve_app.settings.sources import DEMO_FOLDER
-from serve_app.system.yaml_text import Item
+from serve_app.system.yaml_text import Noted
 from tests.serve_app.models.doubles import L4, machine
 from tests.serve_app.test_configs import unexplained
 
@@ -54,7 +54,7 @@ def test_the_demo_takes_a_gpu_where_vllm_needs_one() -> None:
 
 @pytest.mark.parametrize("gpus", [(), (L4,), (L4, L4)], ids=len)
 @pytest.mark.parametrize("cores", [1, 2, 64])
-def test_ray_has_the_cores_for_the_demo(cores: int, gpus: tuple[Gpu, ...]) -> None:
+def test_ray_has_the_cores_for_the_demo(cores: int, gpus: tuple[UsableGPU, ...]) -> None:
     text = written(machine(*gpus, cores=cores))
     found = deployments(text)
     assert sum(one["num_replicas"] * one["ray_actor_options"]["num_cpus"] for one in found) <= cores
@@ -64,7 +64,7 @@ def test_ray_has_the_cores_for_the_demo(cores: int, gpus: tuple[Gpu, ...]) -> No
 def test_the_kv_cache_holds_the_tokens_that_its_comment_names() -> None:
     service = demo_service(machine(), "")
     model = read_architecture(json.loads((DEMO_FOLDER / "model/config.json").read_text()), service.source)
-    cache: Item = service.engine["kv_cache_memory_bytes"]
+    cache: Noted = service.engine["kv_cache_memory_bytes"]
     # vLLM runs a model of 32-bit values with 16 bits.
     tokens = cache.value // model.kv_bytes_per_token(2)
     assert f"{cache.value >> 20} MiB hold {tokens:,} tokens of this model." in cache.comment

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from serve_app.models.devices import Gpu, Machine, find_gpus, find_machine
+from serve_app.models.devices import Machine, UsableGPU, find_gpus, find_machine
 from serve_app.models.errors import ModelError
 from serve_app.system.gpus import GPU
 
@@ -17,7 +17,7 @@ FOUR = [
 
 
 def test_a_gpu_has_its_memory_without_that_of_the_driver() -> None:
-    assert find_gpus([L4], None) == (Gpu("NVIDIA L4", (23034 - 471) * MIB, MIB, 8.9),)
+    assert find_gpus([L4], None) == (UsableGPU("NVIDIA L4", (23034 - 471) * MIB, MIB, 8.9),)
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ from pydantic import TypeAdapter
 
 from serve_app.models.architecture import read_architecture
 from serve_app.models.choose import choose
-from serve_app.models.devices import Gpu, Machine
-from serve_app.models.memory import Sums
+from serve_app.models.devices import Machine, UsableGPU
+from serve_app.models.memory import MemorySums
 from serve_app.models.model_files import ModelFiles
 from serve_app.models.model_service import context_reason, model_service, service_id, sums_line
-from serve_app.models.service import ONE_PROCESS, Service
+from serve_app.models.service import ONE_PROCESS, ServiceParts
 from serve_app.settings.fields import ModelId
-from serve_app.system.yaml_text import Item, Section, is_section
+from serve_app.system.yaml_text import Noted, Section, is_section
 from tests.serve_app.models.doubles import (
     BIG_LLAMA,
     GB,
@@ -34,7 +34,7 @@ SMALL_CONFIG = QWEN_7B | {"num_hidden_layers": 4}
 
 def service(
     files: ModelFiles, on: Machine, options: dict[str, Any] | None = None, *, replicas: int | None = None
-) -> Service:
+) -> ServiceParts:
     """Return the service of a model with the settings that are chosen for it."""
     return model_service(choose(files, on, options or {}, replicas=replicas), "id", "A test.")
 
@@ -76,7 +76,7 @@ def test_the_name_of_any_source_is_one_that_a_config_takes(source: str) -> None:
 
 
 def test_the_sums_are_a_line() -> None:
-    sums = Sums(
+    sums = MemorySums(
         device=24 * GB, usable=21 * GB, weights=15 * GB, reserve=2 * GB, kv_cache=4 * GB, per_token=2_000
     )
     assert sums_line(sums) == (
@@ -183,11 +183,11 @@ WEIGHTS = "The weights are published in"
     ],
 )
 def test_the_reason_of_a_type_is_true(
-    config: dict[str, Any], gpus: list[Gpu], dtype: str | None, reason: str
+    config: dict[str, Any], gpus: list[UsableGPU], dtype: str | None, reason: str
 ) -> None:
     files = ModelFiles("a/model", SMALL_CONFIG | config, GB)
     options = {} if dtype is None else {"dtype": dtype}
-    found: Item = service(files, machine(*gpus), options).engine["dtype"]
+    found: Noted = service(files, machine(*gpus), options).engine["dtype"]
     assert found.comment.endswith(reason)
 
 

@@ -9,24 +9,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ray.serve.schema import ServeDeploySchema
 
-from serve_app.models.service import ONE_PROCESS, Service, serve_config
+from serve_app.models.service import ONE_PROCESS, ServiceParts, serve_config
 from serve_app.settings.environment import CONTROLLER, HOOK, REPLICAS
 from serve_app.settings.ingress import IngressSettings
 from serve_app.settings.models import BatcherSettings, LLMSettings
 from serve_app.settings.schema import Settings, parse
-from serve_app.system.yaml_text import Item, put
+from serve_app.system.yaml_text import Noted, put
 from tests.serve_app.test_configs import unexplained
 
-SERVICE = Service(
+SERVICE = ServiceParts(
     head="A test.",
     id="toy",
     source="org/toy",
-    engine={"max_model_len": Item(2048, "Context."), "distributed_executor_backend": ONE_PROCESS},
-    sampling=Item({"temperature": Item(0.5)}, "Defaults."),
+    engine={"max_model_len": Noted(2048, "Context."), "distributed_executor_backend": ONE_PROCESS},
+    sampling=Noted({"temperature": Noted(0.5)}, "Defaults."),
     offline=False,
     folder="toys",
-    ingress={"num_replicas": Item(1, "One.")},
-    deployment={"num_replicas": Item(3, "Three.")},
+    ingress={"num_replicas": Noted(1, "One.")},
+    deployment={"num_replicas": Noted(3, "Three.")},
 )
 
 

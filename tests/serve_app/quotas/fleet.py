@@ -9,7 +9,7 @@ from typing import Any
 from serve_app.quotas.client import QuotaClient
 from serve_app.quotas.counters import Charge, HolderAnswer, HolderReport
 from serve_app.quotas.service import QuotaService
-from serve_app.quotas.state import StateError
+from serve_app.quotas.state import QuotaStateError
 from serve_app.settings.usage import Quota, QuotasSettings
 from tests.progress import STILL_S
 
@@ -40,7 +40,7 @@ class MemoryState:
 
     def save(self, changes: Mapping[str, str | None]) -> None:
         if self.failing:
-            raise StateError("the disk is full")
+            raise QuotaStateError("the disk is full")
         for key, value in changes.items():
             if value is None:
                 self.texts.pop(key, None)

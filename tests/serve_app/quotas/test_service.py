@@ -10,7 +10,7 @@ import pytest
 
 from serve_app.quotas.counters import Account, Ask, Charge, Counter, HolderAnswer, HolderReport
 from serve_app.quotas.service import QuotaService
-from serve_app.quotas.state import StateError, TakenOverError, open_state
+from serve_app.quotas.state import QuotaStateError, TakenOverError, open_state
 from serve_app.settings.usage import Quota, QuotasSettings
 from tests.progress import STILL_S
 from tests.serve_app.quotas.fleet import START, MemoryState, inline
@@ -85,7 +85,7 @@ async def test_a_failed_save_grants_nothing_and_the_next_one_makes_up_for_it() -
     service = service_of(state, beside=inline)
     service.start()
     state.failing = True
-    with pytest.raises(StateError):
+    with pytest.raises(QuotaStateError):
         await service.take(ask(1, 300))
     state.failing = False
     assert granted(await service.take(ask(2, 300))) == 300
@@ -185,7 +185,7 @@ async def test_the_end_waits_for_the_save_under_way(tmp_path: Path) -> None:
 def test_a_state_of_something_else_is_named(key: str, value: str) -> None:
     state = MemoryState()
     state.texts[key] = value
-    with pytest.raises(StateError, match="memory: this is not the state of quotas"):
+    with pytest.raises(QuotaStateError, match="memory: this is not the state of quotas"):
         service_of(state)
 
 
@@ -196,7 +196,7 @@ def test_an_epoch_that_is_no_number_is_named_with_its_file(tmp_path: Path) -> No
     with closing(sqlite3.connect(tmp_path / "quotas.db")) as db, db:
         db.execute("UPDATE quotas SET value = 'x' WHERE key = 'epoch'")
     again = open_state(tmp_path, None)
-    with pytest.raises(StateError, match=r"quotas\.db: this is not the state of quotas"):
+    with pytest.raises(QuotaStateError, match=r"quotas\.db: this is not the state of quotas"):
         again.load()
     again.close()
 

@@ -9,10 +9,10 @@ import pytest
 from sqlalchemy import text
 
 from serve_app.quotas.state import (
+    QuotaStateError,
     RedisState,
     SQLState,
     State,
-    StateError,
     TakenOverError,
     open_state,
 )
@@ -73,15 +73,15 @@ def test_the_place_has_no_password(opened: Callable[[], State]) -> None:
 
 def test_a_database_that_cannot_be_used_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StateError, match=r"quotas\.db"):
+    with pytest.raises(QuotaStateError, match=r"quotas\.db"):
         open_state(tmp_path / "file" / "folder", None)
-    with pytest.raises(StateError, match="postgresql://"):
+    with pytest.raises(QuotaStateError, match="postgresql://"):
         open_state(None, f"postgresql://postgres@/x?host={tmp_path}").load()
 
 
 def test_redis_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "redis", None)
-    with pytest.raises(StateError, match=r"saturate\[redis\]"):
+    with pytest.raises(QuotaStateError, match=r"saturate\[redis\]"):
         open_state(None, "redis://host:6379/0")
 
 

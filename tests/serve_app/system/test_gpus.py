@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.system.gpus import GPU, Devices, DriverError, Holder, read_devices, visible_gpus
+from serve_app.system.gpus import GPU, Devices, DriverError, GPUProcess, read_devices, visible_gpus
 
 MIB = 1 << 20
 
@@ -80,7 +80,7 @@ def test_all_that_the_driver_tells() -> None:
     first = GPU(0, "GPU-0aaa", "NVIDIA H100 80GB HBM3", *sizes, 9.0, False)
     second = GPU(1, "GPU-1aaa", "NVIDIA GB10", is_divided=True)
     assert read_devices(library) == Devices(
-        "570.86.15", (12, 8), (first, second), (Holder(77, "python", None),)
+        "570.86.15", (12, 8), (first, second), (GPUProcess(77, "python", None),)
     )
     assert not library.open
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from serve_app.system.yaml_text import (
     WIDTH,
-    FormError,
-    Item,
+    Noted,
     NotYAMLError,
     Section,
+    YAMLFormError,
     load,
     put,
     render,
@@ -29,9 +29,9 @@ plain = st.recursive(
 )
 keys = st.text("abcdefgh_", min_size=1)
 items = st.recursive(
-    st.builds(Item, plain, st.text("ab c\n")),
+    st.builds(Noted, plain, st.text("ab c\n")),
     lambda inner: st.builds(
-        Item,
+        Noted,
         st.one_of(
             st.dictionaries(keys, inner, min_size=1, max_size=3),
             st.lists(st.dictionaries(keys, inner, min_size=1, max_size=3), min_size=1, max_size=3),
@@ -44,7 +44,7 @@ items = st.recursive(
 
 def values(thing: Any) -> Any:
     """Return a section without its comments."""
-    if isinstance(thing, Item):
+    if isinstance(thing, Noted):
         return values(thing.value)
     if isinstance(thing, dict):
         return {key: values(value) for key, value in thing.items()}
@@ -61,9 +61,15 @@ def test_the_text_has_the_values(document: Section, head: str) -> None:
 
 def test_the_form_is_that_of_a_config() -> None:
     document = {
-        "http": Item({"host": Item("127.0.0.1", "Only this machine."), "port": Item(8000)}),
-        "models": Item(
-            [{"id": Item("a", "The first."), "on": Item(True), "note": Item("1", "A text.\n  as it is")}],
+        "http": Noted({"host": Noted("127.0.0.1", "Only this machine."), "port": Noted(8000)}),
+        "models": Noted(
+            [
+                {
+                    "id": Noted("a", "The first."),
+                    "on": Noted(True),
+                    "note": Noted("1", "A text.\n  as it is"),
+                }
+            ],
             "All.",
         ),
     }
@@ -91,7 +97,7 @@ models:
 
 
 def test_comments_are_wrapped() -> None:
-    lines = render({"a": Item({"b": Item(1, "word " * 60)})}).splitlines()
+    lines = render({"a": Noted({"b": Noted(1, "word " * 60)})}).splitlines()
     assert len(lines) > 3
     assert max(map(len, lines)) <= WIDTH
     assert all(line.startswith("  # word") for line in lines[1:-1])
@@ -108,13 +114,13 @@ def test_comments_are_wrapped() -> None:
     ],
 )
 def test_a_value_is_put_at_its_place(place: list[str], expected: dict[str, Any]) -> None:
-    section = {"a": Item(1, "First."), "s": Item({"b": Item(2)})}
+    section = {"a": Noted(1, "First."), "s": Noted({"b": Noted(2)})}
     put(section, place, 9, "New.")
     assert values(section) == expected
 
 
 def test_a_value_keeps_its_comment_and_a_new_one_gets_one() -> None:
-    section = {"a": Item(1, "First.")}
+    section = {"a": Noted(1, "First.")}
     put(section, ["a"], 2, "New.")
     put(section, ["b"], 3, "New.")
     assert (section["a"].comment, section["b"].comment) == ("First.", "New.")
@@ -181,7 +187,7 @@ def test_values_that_go_take_their_lines_along() -> None:
 
 @pytest.mark.parametrize("text", ["", "5", "a: &x {b: 1}\nc: *x\n"])
 def test_a_text_that_can_not_be_changed_in_place_is_told(text: str) -> None:
-    with pytest.raises(FormError):
+    with pytest.raises(YAMLFormError):
         updated(text, {"a": {"b": 2}, "c": {"b": 1}})
 
 

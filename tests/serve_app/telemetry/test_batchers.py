@@ -7,14 +7,14 @@ from batcher import ContinuousBatcher, DynamicBatcher
 from serve_app.telemetry import catalogue
 from serve_app.telemetry.batchers import BatcherMetrics, metrics_of
 from serve_app.telemetry.meters import Meters
-from serve_app.telemetry.tenants import Tenants
+from serve_app.telemetry.tenants import TenantLabels
 from tests.serve_app.telemetry.instruments import Instruments
 
 
 def reporting(batcher: ContinuousBatcher | DynamicBatcher[Any, Any]) -> tuple[Instruments, BatcherMetrics]:
     instruments = Instruments()
     meters = Meters(metrics_of(batcher), instruments.make)
-    return instruments, BatcherMetrics("m", batcher, meters, Tenants(20))
+    return instruments, BatcherMetrics("m", batcher, meters, TenantLabels(20))
 
 
 class Clock:

@@ -3,12 +3,12 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.telemetry.tenants import OTHER, Tenants
+from serve_app.telemetry.tenants import OTHER, TenantLabels
 
 
 @given(st.lists(st.dictionaries(st.integers(0, 300).map(str), st.integers(1, 1000)), max_size=60))
 def test_however_many_tenants_there_are_few_have_a_label(rounds: list[dict[str, int]]) -> None:
-    tenants = Tenants(3)
+    tenants = TenantLabels(3)
     labels = set()
     for costs in rounds:
         tenants.round(costs)
@@ -17,7 +17,7 @@ def test_however_many_tenants_there_are_few_have_a_label(rounds: list[dict[str, 
 
 
 def test_labels_run_out_however_often_the_top_changes() -> None:
-    tenants = Tenants(3)
+    tenants = TenantLabels(3)
     for n in range(100):
         tenants.round({f"tenant-{n}": 2**n})
     names = {tenants.label(f"tenant-{n}") for n in range(100)}
@@ -25,11 +25,11 @@ def test_labels_run_out_however_often_the_top_changes() -> None:
 
 
 def test_a_tenant_that_is_large_late_has_a_label_too() -> None:
-    tenants = Tenants(2)
+    tenants = TenantLabels(2)
     tenants.round({"early": 5, "also": 5})
     for _ in range(10):
         tenants.round({f"small-{n}": 1 for n in range(50)} | {"late": 1_000})
     assert tenants.label("late") == "late"
     assert tenants.label("early") == "early"
     assert tenants.label("small-49") == OTHER
-    assert Tenants(0).label("any") == OTHER
+    assert TenantLabels(0).label("any") == OTHER

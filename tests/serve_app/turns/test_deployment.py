@@ -9,7 +9,7 @@ import pytest
 
 from serve_app.settings.schema import parse
 from serve_app.turns.deployment import OPENING_S, SILENT_S, Turns
-from serve_app.turns.messages import Demand, Order, Report, State
+from serve_app.turns.messages import Order, State, TurnDemand, TurnReport
 from tests.batcher.virtual import Clock
 
 MODEL = {"source": "s", "simulate": "h100-8b", "share": "g"}
@@ -38,8 +38,8 @@ class Group:
 
     async def tell(self, replica: str, state: State, device: str = "n:0", waited_s: float = 0.0) -> Order:
         self._number += 1
-        work = Demand(True, 10, waited_s=waited_s)
-        report = Report("g", device, replica, replica[0], self._number, state, work)
+        work = TurnDemand(True, 10, waited_s=waited_s)
+        report = TurnReport("g", device, replica, replica[0], self._number, state, work)
         return await self.turns.exchange(report)
 
 

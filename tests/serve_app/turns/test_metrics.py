@@ -2,7 +2,7 @@
 
 from serve_app.telemetry import catalogue
 from serve_app.telemetry.meters import Meters
-from serve_app.turns.messages import Demand, Report, State
+from serve_app.turns.messages import State, TurnDemand, TurnReport
 from serve_app.turns.metrics import TurnMetrics
 from serve_app.turns.rota import Rota
 
@@ -27,8 +27,8 @@ def test_what_is_awake_the_turns_and_the_cost_of_switches() -> None:
     def tell(device: str, model: str, state: State, at: float) -> None:
         nonlocal number
         number += 1
-        work = Demand(state == "asleep", 10)
-        rotas["g", device].exchange(Report("g", device, model + device, model, number, state, work), at)
+        work = TurnDemand(state == "asleep", 10)
+        rotas["g", device].exchange(TurnReport("g", device, model + device, model, number, state, work), at)
 
     metrics = TurnMetrics(rotas, meters(values))
     for device in "01":
@@ -54,7 +54,7 @@ def test_a_model_whose_engines_have_ended_is_not_awake() -> None:
     values: dict[tuple[str, ...], float] = {}
     rota = Rota(1.0, 10.0)
     metrics = TurnMetrics({("g", "0"): rota}, meters(values))
-    rota.exchange(Report("g", "0", "a#1", "a", 1, "awake"), 0.0)
+    rota.exchange(TurnReport("g", "0", "a#1", "a", 1, "awake"), 0.0)
     metrics.report()
     assert values["saturate_turn_awake", "a", "g"] == 1
     rota.remove("a#1", 1.0)

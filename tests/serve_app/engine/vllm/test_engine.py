@@ -12,7 +12,7 @@ from serve_app.engine.adapters import AdapterFiles
 from serve_app.engine.grammars import GrammarCheck
 from serve_app.engine.vllm.engine import VLLMEngine
 from serve_app.engine.vllm.lora import Adapters
-from serve_app.engine.vllm.options import Limits
+from serve_app.engine.vllm.options import BatcherLimits
 from serve_app.ledger.calls import CallBook
 from serve_app.settings.models import GoalSettings, LLMSettings
 from serve_app.settings.sources import DEMO_MODEL
@@ -35,7 +35,7 @@ async def engine(script: Script) -> AsyncIterator[VLLMEngine]:
         engine.batcher, engine.door, engine._texts = site.batcher, site.door, site.texts
         engine.llm = gated(script, site)
         engine.llm.get_tokenizer = lambda: get_tokenizer(settings.path)
-        engine._limits = Limits(1024, None, 64, {"a": 2.0})
+        engine._limits = BatcherLimits(1024, None, 64, {"a": 2.0})
         engine._goals = None
         engine.adapters = Adapters(settings, engine.llm, AdapterFiles(), {}, CallBook("demo"))
         yield engine

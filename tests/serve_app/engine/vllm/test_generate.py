@@ -13,7 +13,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import GenerateRequest, GenerateResponse
 from serve_app.engine.job import OUTSIDE, Job
-from serve_app.engine.vllm.generate import SHORT_CHARS, Generate
+from serve_app.engine.vllm.generate import SHORT_CHARS, GenerateCalls
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.sources import DEMO_MODEL
 from tests.batcher.virtual import blocked, now, virtual
@@ -53,11 +53,11 @@ def chat(text: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": text}]
 
 
-def made(site: Site, script: Script) -> Generate:
+def made(site: Site, script: Script) -> GenerateCalls:
     llm: Any = gated(script, site)
     llm.get_tokenizer = lambda: TOKENIZER
     adapters: Any = site.adapters
-    return Generate(llm, adapters, Renderer(), {"max_tokens": 16, "temperature": 0.5})
+    return GenerateCalls(llm, adapters, Renderer(), {"max_tokens": 16, "temperature": 0.5})
 
 
 async def generate(site: Site, script: Script, job: Job | None = None, **fields: Any) -> GenerateResponse:
@@ -493,7 +493,7 @@ async def test_texts_are_tokenized_in_a_slot_with_those_behind_them_up_to_a_boun
         job = new_job()
         await site.door.admit(job)
         adapters: Any = site.adapters
-        generate = Generate(llm, adapters, Renderer(), {"max_tokens": 16})
+        generate = GenerateCalls(llm, adapters, Renderer(), {"max_tokens": 16})
         await generate.run(job, GenerateRequest(prompts=["d"] * 99))
         assert tokenizer.texts == [33, 33, 33]
         assert set(tokenizer.running) == {1}

@@ -10,7 +10,7 @@ from vllm.tool_parsers import ToolParserManager
 from serve_app.api.scheduling import FLEX
 from serve_app.engine.adapters import AdapterSlots
 from serve_app.engine.door import STARTING, EngineLanes
-from serve_app.engine.vllm.options import Limits, batcher_of, limits_of, text_batcher_of, vllm_args
+from serve_app.engine.vllm.options import BatcherLimits, batcher_of, limits_of, text_batcher_of, vllm_args
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.schema import SettingsError
 from tests.batcher.virtual import virtual
@@ -99,7 +99,7 @@ def test_the_capacity_is_the_kv_cache_that_vllm_reports(llm: Any, capacity: int)
 def test_the_config_may_lower_the_capacity() -> None:
     fields = {"capacity_tokens": 100, "max_running": 3, "tenant_weights": {"a": 2.0}}
     limits = limits_of(settings(batcher=fields).batcher, engine(1600))
-    assert limits == Limits(100, 3, 64, {"a": 2.0}, 5_000, FLEX)
+    assert limits == BatcherLimits(100, 3, 64, {"a": 2.0}, 5_000, FLEX)
 
 
 @virtual
@@ -119,13 +119,13 @@ def lanes() -> EngineLanes:
 
 
 def test_the_batcher_keeps_to_the_limits() -> None:
-    stats = batcher_of(settings().batcher, Limits(100, 3, 64, {}), lanes()).stats
+    stats = batcher_of(settings().batcher, BatcherLimits(100, 3, 64, {}), lanes()).stats
     assert (stats.capacity, stats.max_running) == (100, 3)
 
 
 @virtual
 async def test_few_jobs_of_a_batcher_are_not_corrected_yet() -> None:
-    async with batcher_of(settings().batcher, Limits(1_000, None, 64, {}), lanes()) as batcher:
+    async with batcher_of(settings().batcher, BatcherLimits(1_000, None, 64, {}), lanes()) as batcher:
         slots = [batcher.slot_nowait(1) for _ in range(STARTING + 2)]
         assert batcher.stats.running == STARTING
         slots[0].correct(1, 0)

@@ -24,7 +24,7 @@ from serve_app.engine.job import Job
 from serve_app.engine.vllm import stats as vllm_stats
 from serve_app.engine.vllm.stats import EngineStats, UnreportedStats, VLLMSequences, own_work, slot_usage
 from serve_app.ledger.calls import Call, CallBook, Origin
-from serve_app.ledger.rows import Row
+from serve_app.ledger.rows import LedgerRow
 from serve_app.relay.usage import RequestUsage
 from tests.batcher.virtual import VirtualLoop, blocked, virtual
 from tests.progress import STILL_S
@@ -44,7 +44,7 @@ def book() -> CallBook:
     return book
 
 
-def rows(book: CallBook) -> list[Row]:
+def rows(book: CallBook) -> list[LedgerRow]:
     return [call.row() for call in book.take()]
 
 

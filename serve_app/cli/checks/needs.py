@@ -39,7 +39,7 @@ class Deployment:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Needs:
     """The needs of a config; the defaults are those of a service in general.
 
     Attributes:
@@ -78,12 +78,12 @@ class Plan:
         return self.variables.get(name) or environment.get(name, "")
 
 
-def read_plan(path: Path) -> Plan:
+def read_needs(path: Path) -> Needs:
     """Read the needs of a config; what is wrong in it is left out, since another check tells it."""
     try:
         config = complete_config(read_file(path))
     except ConfigFileError:
-        return Plan(path)
+        return Needs(path)
     http = mapping(config.get("http_options"))
     controller = _variables(config.get("controller_options"))
     models: list[ModelSettings] = []
@@ -102,7 +102,7 @@ def read_plan(path: Path) -> Plan:
         models += own
         deployments += _deployments(app, own)
     port = http.get("port")
-    return Plan(
+    return Needs(
         path,
         str(http.get("host") or "127.0.0.1"),
         port if isinstance(port, int) else 8000,
