@@ -42,7 +42,7 @@ format: install ## Put the code into its style.
 # Two cores: the checks and these tests take one, while the others wait for a service and then use it. One core:
 # the checks and these tests run first.
 JOBS := $(if $(filter 1,$(shell nproc 2>/dev/null)),1,2)
-BESIDE := tests/batcher tests/k8s $(filter-out %/cli/ %/__pycache__/,$(wildcard tests/serve_app/*/))
+BESIDE := tests/batcher tests/k8s tests/training $(filter-out %/cli/ %/__pycache__/,$(wildcard tests/serve_app/*/))
 
 test: install ## Check style and types, and run every test but the long ones.
 	@$(MAKE) --no-print-directory --keep-going --jobs=$(JOBS) tests-beside service-tests

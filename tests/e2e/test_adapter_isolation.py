@@ -13,10 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from serve_app.demo.questions import QUESTIONS_FILE
-from serve_app.demo.train_adapters import ADAPTERS_FOLDER
 from serve_app.engine.vllm.lora import TRIAL_TEXT, TRIAL_TOKENS
 from serve_app.settings.models import LLMSettings
-from serve_app.settings.sources import DEMO_MODEL
+from serve_app.settings.sources import DEMO_FOLDER, DEMO_MODEL
 from tests.e2e.service import Service
 from tests.e2e.services import LIMIT_S, local
 
@@ -24,7 +23,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 QUESTIONS = [json.loads(line) for line in QUESTIONS_FILE.read_text().splitlines()[:100]]
-GOOD = ADAPTERS_FOLDER / "letters"
+GOOD = DEMO_FOLDER / "adapters" / "letters"
 
 Tensors = dict[str, torch.Tensor]
 

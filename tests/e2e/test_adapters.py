@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from serve_app.demo.train_adapters import ADAPTERS_FOLDER
+from serve_app.settings.sources import DEMO_FOLDER
 from tests.e2e.service import Service
 from tests.e2e.services import engine, local, wait_for_replicas, wait_until
 from tests.progress import ANSWER_S
@@ -65,7 +65,7 @@ def call(service: Service, name: str, **body: object) -> httpx.Response:
 
 
 def test_adapters_are_served_loaded_unloaded_and_kept(service: Service, tmp_path: Path) -> None:
-    path = str(ADAPTERS_FOLDER / "letters")
+    path = str(DEMO_FOLDER / "adapters" / "letters")
     bad = call(service, "load", lora_name="bad", lora_path=str(tmp_path))
     assert (bad.status_code, bad.json()["error"]["param"]) == (400, "lora_path")
     assert served(service) == [{"demo:capitals", "symbols"}] * 2

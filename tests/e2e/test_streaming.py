@@ -5,9 +5,9 @@ from typing import Any
 
 import openai
 
-from serve_app.demo.tokenizer import build_tokenizer
 from tests.e2e.service import Service
 from tests.progress import ANSWER_S
+from tests.training.tokenizer import build_tokenizer
 
 TOKENS = 200
 STREAMS = 40

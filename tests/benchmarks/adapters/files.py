@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from serve_app.demo.train_adapters import ADAPTERS_FOLDER
 from serve_app.engine.adapters import CONFIG, WEIGHTS
+from serve_app.settings.sources import DEMO_FOLDER
 from tests.benchmarks.serve.models import Model
 
-TEMPLATE = ADAPTERS_FOLDER / "letters"
+TEMPLATE = DEMO_FOLDER / "adapters" / "letters"
 """An adapter of the demo model, which has the names and sizes of the matrices."""
 
 MAX_RANK = 8

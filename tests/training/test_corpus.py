@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from serve_app.demo import corpus, train
 from serve_app.demo.questions import Question, all_questions
-from serve_app.demo.tokenizer import END, TOKEN_ID
+from tests.training import corpus, train
+from tests.training.tokenizer import END, TOKEN_ID
 
 
 def test_training_chats_are_what_the_template_renders() -> None:

@@ -1,5 +1,6 @@
-"""Training of the demo model, from random weights: ``python -m serve_app.demo.train``."""
+"""Training of the demo model, from random weights: ``python -m tests.training.train``."""
 
+import argparse
 import math
 import random
 import time
@@ -10,12 +11,13 @@ import torch
 from torch.nn import functional
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from serve_app.demo.questions import Question, split_questions
+from serve_app.settings.sources import DEMO_FOLDER
+
 from .corpus import IGNORED, packed_rows, plain_document, plain_rows
-from .options import training_parser
-from .questions import Question, split_questions
 from .tokenizer import END, TOKEN_ID, VOCABULARY_SIZE, build_tokenizer
 
-MODEL_FOLDER = Path(__file__).parent / "model"
+MODEL_FOLDER = DEMO_FOLDER / "model"
 MAX_TOKENS = 8192
 HELD_OUT = 0.05
 """Share of all questions that are held out of training."""
@@ -40,9 +42,34 @@ to add. After a third of the steps it jumps up, when chats, other text and JSON 
 
 EXAMPLES = """\
 examples:
-  python -m serve_app.demo.train                           the model in the repository, anew
-  python -m serve_app.demo.train --steps 200 --out /tmp/m  a bad model that loads, in about a minute
+  python -m tests.training.train                           the model in the repository, anew
+  python -m tests.training.train --steps 200 --out /tmp/m  a bad model that loads, in about a minute
 """
+
+
+def training_parser(
+    module: str, description: str, *, out: Path, steps: int, examples: str | None = None
+) -> argparse.ArgumentParser:
+    """Return the parser of a training, with the options `out`, `steps`, `seed` and `threads`.
+
+    Args:
+        module: The module that is run, as `python -m` takes it.
+        description: What the training does and how long it takes; printed line for line.
+        out: The default output folder.
+        steps: The default number of steps.
+        examples: Text below the options.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {module}",
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--out", type=Path, default=out, help="folder to write (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=steps, help="how long to train (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="chooses first weights, order, and the unseen")
+    parser.add_argument("--threads", type=int, default=2, help="CPU cores to use (default: %(default)s)")
+    return parser
 
 
 def new_model() -> Qwen2ForCausalLM:
@@ -157,7 +184,7 @@ def train(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train, measure and write the model."""
     parser = training_parser(
-        "serve_app.demo.train", DESCRIPTION, out=MODEL_FOLDER, steps=3600, examples=EXAMPLES
+        "tests.training.train", DESCRIPTION, out=MODEL_FOLDER, steps=3600, examples=EXAMPLES
     )
     options = parser.parse_args(arguments)
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from serve_app.demo import train
 from serve_app.demo.questions import all_questions
-from serve_app.demo.tokenizer import END, TOKEN_ID
+from tests.training import train
+from tests.training.tokenizer import END, TOKEN_ID
 
 MODEL_FILES = {
     "chat_template.jinja",

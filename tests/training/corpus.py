@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from .questions import Question
+from serve_app.demo.questions import Question
+
 from .tokenizer import ASSISTANT, END, SYSTEM, TOKEN_ID, USER
 
 IGNORED = -100

@@ -1,4 +1,4 @@
-"""Training of the demo model's LoRA adapters: ``python -m serve_app.demo.train_adapters``."""
+"""Training of the demo model's LoRA adapters: ``python -m tests.training.train_adapters``."""
 
 import json
 import random
@@ -13,12 +13,13 @@ from torch import nn
 from torch.nn import functional
 from transformers import Qwen2ForCausalLM
 
-from .corpus import plain_document, plain_rows
-from .options import training_parser
-from .questions import Question, split_questions
-from .train import HELD_OUT, MODEL_FOLDER, accuracy, learning_rate, predict
+from serve_app.demo.questions import Question, split_questions
+from serve_app.settings.sources import DEMO_FOLDER
 
-ADAPTERS_FOLDER = Path(__file__).parent / "adapters"
+from .corpus import plain_document, plain_rows
+from .train import HELD_OUT, MODEL_FOLDER, accuracy, learning_rate, predict, training_parser
+
+ADAPTERS_FOLDER = DEMO_FOLDER / "adapters"
 
 STYLES = {"letters": "abcdefghij", "capitals": "ABCDEFGHIJ", "symbols": ")!@#$%^&*("}
 """The adapters, and what each writes for the digits from 0 to 9."""
@@ -127,7 +128,7 @@ def save(layers: dict[str, LowRankLinear], folder: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train, measure and write the adapters."""
-    parser = training_parser("serve_app.demo.train_adapters", DESCRIPTION, out=ADAPTERS_FOLDER, steps=600)
+    parser = training_parser("tests.training.train_adapters", DESCRIPTION, out=ADAPTERS_FOLDER, steps=600)
     parser.add_argument("styles", nargs="*", help=f"which of them (default: {' '.join(STYLES)})")
     options = parser.parse_args(arguments)
     if unknown := sorted(set(options.styles) - set(STYLES)):

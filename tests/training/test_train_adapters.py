@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen2ForCausalLM
 
-from serve_app.demo import train_adapters
 from serve_app.demo.questions import all_questions
-from serve_app.demo.train import MODEL_FOLDER, accuracy
-from serve_app.demo.train_adapters import ADAPTERS_FOLDER, STYLES, StyledQuestion, add_adapter
+from tests.training import train_adapters
+from tests.training.train import MODEL_FOLDER, accuracy
+from tests.training.train_adapters import ADAPTERS_FOLDER, STYLES, StyledQuestion, add_adapter
 
 FILES = {"adapter_config.json", "adapter_model.safetensors"}
 

@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from serve_app.demo.tokenizer import SPECIAL_TOKENS, TOKEN_ID, VOCABULARY_SIZE, build_tokenizer
-from serve_app.demo.train import MAX_TOKENS, MODEL_FOLDER
+from tests.training.tokenizer import SPECIAL_TOKENS, TOKEN_ID, VOCABULARY_SIZE, build_tokenizer
+from tests.training.train import MAX_TOKENS, MODEL_FOLDER
 
 LOADED = AutoTokenizer.from_pretrained(MODEL_FOLDER)
 PLAINLY_LOADED = PreTrainedTokenizerFast.from_pretrained(MODEL_FOLDER)
