@@ -25,10 +25,10 @@ UNBOUNDED = 100_000
 and answer a refused request with the time after which to retry."""
 
 HEALTH_CHECK_PERIOD_S = 1
-"""Seconds between health checks: a dead replica is replaced at the next, a failing one after three."""
+"""Seconds between health checks: a dead replica is replaced at the next check, a failing one after three."""
 
 ROUTER = "serve_app.ingress.replica_router:EngineRouter"
-"""Chooses between the replicas of a language model, in every process that has a handle of it."""
+"""Chooses between the replicas of a language model, in every process with a handle to the model."""
 
 ROUTING_STATS_PERIOD_S = 2.0
 """Seconds between two reports of a replica's tokens to the processes that choose between replicas."""
@@ -38,25 +38,25 @@ GRACE_S = float(RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S)
 setting bounds the length of a stream. A replica without requests stops at once."""
 
 DRAIN_EVERY_S = 0.5
-"""Seconds between two looks of a stopping replica at its requests; it stops at the first that finds none."""
+"""Seconds between two checks of a stopping replica for requests; it stops once it has no requests."""
 
 BATCHES_GRACE_S = 15.0
-"""Seconds in which the Batches deployment stops. The next one sends again the rows that take longer."""
+"""Seconds in which the Batches deployment stops. The next replica sends unfinished rows again."""
 
 BATCHES_ANSWERS_IN_S = 30.0
 """Seconds in which the Batches deployment answers a health check."""
 
 KEEPER_GRACE_S = 5.0
-"""Seconds in which the deployments Quotas and Turns stop; what they decide waits for the next one."""
+"""Seconds in which the deployments Quotas and Turns stop; decisions then wait for the next replica."""
 
 KEEPER_ANSWERS_IN_S = 10.0
-"""Seconds in which they answer a health check."""
+"""Seconds in which Quotas and Turns answer a health check."""
 
 INGRESS_RESOURCE = "SATURATE_INGRESS_RESOURCE"
-"""Environment variable: the custom resource of Ray that nodes offer which may hold an Ingress."""
+"""Environment variable with the custom resource of Ray on nodes that may run an Ingress."""
 
 QUIET = {"enable_access_log": False}
-"""Logging without Ray Serve's access log; the Ingress writes a line of its own, see `TelemetrySettings`."""
+"""Logging without Ray Serve's access log; the Ingress writes its own line, see `TelemetrySettings`."""
 
 
 def build(args: dict[str, Any]) -> Application:
@@ -73,18 +73,18 @@ def build(args: dict[str, Any]) -> Application:
     ingress = serve.deployment(
         max_ongoing_requests=UNBOUNDED,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
-        # An Ingress works in short steps, so one that doesn't answer for three checks hangs.
+        # An Ingress works in short steps, so an Ingress that misses three checks hangs.
         health_check_timeout_s=10,
         graceful_shutdown_timeout_s=GRACE_S,
         graceful_shutdown_wait_loop_s=DRAIN_EVERY_S,
-        # New replicas are ready before old ones stop: an HAProxy that is being replaced knows only the old
-        # ones, and sends them the requests of the connections that it still holds.
+        # New replicas are ready before old ones stop: an HAProxy that is being replaced knows only old
+        # replicas, and sends them the requests of its open connections.
         max_surge_percent=100,
         ray_actor_options={"num_cpus": 1, "resources": _ingress_resources()},
         logging_config=QUIET,
     )(serve.ingress()(Ingress))
     keeper = {"grace_s": KEEPER_GRACE_S, "answers_in_s": KEEPER_ANSWERS_IN_S}
-    # Two of one kind would grant the same tokens, give a device to two models, or write the same files.
+    # Two replicas would grant the same tokens, give a device to two models, or write the same files.
     quotas = _single(Quotas, QUOTAS, settings, **keeper) if settings.usage.quotas else None
     turns = _single(Turns, TURNS, settings, **keeper) if settings.sharing() else None
     engines = {model.id: _engine(model, settings, quotas, turns) for model in settings.models}
@@ -96,13 +96,13 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def _ingress_resources() -> dict[str, float]:
-    """Return what Ingress replicas ask of a node: so little of it that it never limits their number."""
+    """Return the resources that an Ingress replica requires, too small to limit the number of replicas."""
     name = os.environ.get(INGRESS_RESOURCE)
     return {name: 0.001} if name else {}
 
 
 def _single(kind: type[Any], name: str, *args: Any, grace_s: float, answers_in_s: float) -> Application:
-    """Return a deployment of one replica, which keeps what all others have to agree on.
+    """Return a deployment of one replica, which keeps the state that all other replicas share.
 
     Args:
         kind: Its class.

@@ -23,7 +23,7 @@ RETRYABLE = {408, 425, 429, 500, 502, 503, 504}
 """Statuses after which another try may succeed."""
 
 KEY_HELP = "name the environment variable that holds your API key: --api-key-env NAME"
-BUSY_HELP = "the service has other work, or the key a limit"
+BUSY_HELP = "the service is busy, or the key has reached a limit"
 
 PartT = TypeVar("PartT", bound=BaseModel)
 
@@ -33,8 +33,8 @@ class ServiceError(Exception):
 
     Args:
         message: The message.
-        status: Status of the answer; None: there is no answer, or not one of saturate.
-        retry_after_s: Seconds after which another try may succeed, as the service says; None: it doesn't.
+        status: Status of the answer; None: there is no answer, or saturate didn't send it.
+        retry_after_s: Seconds after which another try may succeed, from the service; None: not stated.
         unreachable: Whether there is no answer at all.
     """
 
@@ -88,12 +88,12 @@ class Backoff:
 
 
 class Retries(NamedTuple):
-    """How often a call is made again.
+    """Number of further tries of a call, and the waits between them.
 
     Attributes:
         most: Further tries; None: without end.
         backoff: Waits between two tries.
-        tell: Gets each error after which there is another try.
+        tell: Gets each error after which another try follows.
     """
 
     most: int | None = 0
@@ -112,7 +112,7 @@ class _Tries:
         """Return the seconds until the next try.
 
         Raises:
-            ServiceError: There is none.
+            ServiceError: No try follows.
         """
         most, backoff, tell = self._retries
         self._failed += 1
@@ -129,8 +129,8 @@ class Card(BaseModel):
         id: The name that clients put in `model`.
         owned_by: "saturate".
         kind: "llm" or "function".
-        parent: The model of an adapter; None: it is none.
-        max_model_len: Context in tokens; None: it isn't known.
+        parent: The model of an adapter; None: not an adapter.
+        max_model_len: Context in tokens; None: unknown.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -147,10 +147,10 @@ class _Cards(BaseModel):
 
 
 class _Address:
-    """What both clients have in common: the address, and the judgement of answers.
+    """The common part of both clients: the address, and the interpretation of answers.
 
     Raises:
-        ServiceError: The URL can't be that of a service.
+        ServiceError: The URL isn't the URL of a service.
     """
 
     def __init__(self, url: str, api_key: str | None, timeout: httpx.Timeout | None) -> None:
@@ -159,7 +159,7 @@ class _Address:
         except ValueError as error:
             raise ServiceError(str(error)) from None
         self.timeout = timeout or httpx.Timeout(ANSWER_S, connect=CONNECT_S)
-        # /stats is a page for a browser, and JSON for what asks for JSON.
+        # /stats is a page for a browser, and JSON for a client that asks for JSON.
         self.headers = {"accept": "application/json"}
         if api_key:
             self.headers["authorization"] = f"Bearer {api_key}"
@@ -168,7 +168,7 @@ class _Address:
         """Return a typed answer.
 
         Raises:
-            ServiceError: It is of another form, such as the page of a proxy that asks for a login.
+            ServiceError: The answer is of another form, such as the page of a proxy that asks for a login.
         """
         try:
             return schema.model_validate_json(response.content)
@@ -177,7 +177,7 @@ class _Address:
             raise self.foreign(f"the answer to {path} is of another form") from None
 
     def foreign(self, reason: str, *, unreachable: bool = False) -> ServiceError:
-        """Return the error of an answer that isn't one of saturate."""
+        """Return the error of an answer that saturate didn't send."""
         return ServiceError(
             f"{self.url}: something answers there, but not as saturate does ({reason}); check the port and "
             "the route_prefix, or wait if the service only just starts",
@@ -202,7 +202,7 @@ class _Address:
             # Ray Serve's proxy answers 404 in its own words while the application isn't deployed yet.
             reason = f"{response.request.url.path}: {status} {response.reason_phrase}"
             return self.foreign(reason, unreachable=status == 404)
-        # A proxy in front may say something in plain text.
+        # A proxy in front may answer in plain text.
         plain = "" if json_of(response) is not None else response.text.strip()[:200]
         message = str(error["message"]) if error else plain or response.reason_phrase
         hint = {401: KEY_HELP, 403: KEY_HELP, 429: BUSY_HELP}.get(status, "")
@@ -217,17 +217,17 @@ class Client(_Address):
     """A service behind a URL; a context manager.
 
     Attributes:
-        url: Its base URL, without a slash at its end.
+        url: Base URL of the service, without a slash at its end.
 
     Args:
-        url: Its URL, with or without `/v1`.
+        url: URL of the service, with or without `/v1`.
         api_key: Sent as a bearer token.
         timeout: Seconds to connect, read, write, and to get a connection.
         sleep: Waits some seconds between two tries.
         transport: Another transport, for tests.
 
     Raises:
-        ServiceError: The URL can't be that of a service.
+        ServiceError: The URL isn't the URL of a service.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class Client(_Address):
         return self.read(self.ask("GET", "/stats"), ServiceStats)
 
     def health(self) -> ServiceHealth:
-        """Return the health of the models; of a service that starts too.
+        """Return the health of the models, also while the service starts.
 
         Raises:
             ServiceError: There is no service, or it isn't saturate.
@@ -268,10 +268,10 @@ class Client(_Address):
         """Return the answer to a request; see `call`.
 
         Args:
-            method: Its method.
-            path: Its path.
-            retries: How often it is sent again; by default not at all.
-            content: Its body and parameters, as httpx takes them.
+            method: Method of the request.
+            path: Path of the request.
+            retries: Further tries; by default none.
+            content: Body and parameters of the request, as httpx takes them.
         """
         return self.call(lambda: self.http.request(method, path, **content), retries)
 
@@ -285,12 +285,12 @@ class Client(_Address):
         """Make a call until it is answered with a success.
 
         Args:
-            send: Makes it once.
-            retries: How often it is made again; by default not at all.
+            send: Makes the call once.
+            retries: Further tries; by default none.
             ok: Other statuses that are a success.
 
         Raises:
-            ServiceError: It failed, and no further try follows.
+            ServiceError: The call failed, and no further try follows.
         """
         tries = _Tries(retries)
         while True:
@@ -380,7 +380,7 @@ class AsyncClient(_Address):
 
 
 def json_of(response: httpx.Response) -> JSON | None:
-    """Return the JSON object that a response has; None: it has none, such as a page of a proxy."""
+    """Return the JSON object in a response; None: it is no JSON object, for example a page of a proxy."""
     try:
         body: Any = from_json(response.content)
     except ValueError:
@@ -389,13 +389,13 @@ def json_of(response: httpx.Response) -> JSON | None:
 
 
 def error_of(response: httpx.Response) -> JSON | None:
-    """Return the error in a response, in the form of this service's errors; None: there is none."""
+    """Return the error in a response, in the form of this service's errors; None: there is no such error."""
     error = (json_of(response) or {}).get("error")
     return error if isinstance(error, dict) and "message" in error else None
 
 
 def retry_after_s(response: httpx.Response) -> float | None:
-    """Return the seconds of `Retry-After`; None: the response has none."""
+    """Return the seconds of `Retry-After`; None: the response has no such header."""
     with suppress(ValueError):
         return max(0.0, float(response.headers.get("retry-after", "")))
     return None
@@ -405,11 +405,11 @@ def base_url(url: str) -> str:
     """Return the base URL of a service, without a slash at its end.
 
     Args:
-        url: The URL. The one that OpenAI's clients take ends in `/v1`, which is left out. An address
-            without a scheme, such as localhost:8000, is one of HTTP.
+        url: The URL. A `/v1` at its end, which OpenAI's clients need, is left out. An address without a
+            scheme, such as localhost:8000, gets http://.
 
     Raises:
-        ValueError: It can't be that of a service; the message begins with it.
+        ValueError: The URL isn't the URL of a service; the message begins with the URL.
     """
     if url and "://" not in url:
         url = f"http://{url}"
@@ -417,7 +417,7 @@ def base_url(url: str) -> str:
         raise ValueError(f"{url}: must begin with http:// or https://")
     try:
         parts = urlsplit(url)
-        # Its `port` raises for a port that doesn't exist, which httpx takes.
+        # `parts.port` raises for an invalid port, which httpx takes.
         named = bool(parts.hostname) and parts.port != 0
         httpx.URL(url)
     except (ValueError, httpx.InvalidURL) as error:

@@ -26,7 +26,7 @@ class EmbeddingRequest(BaseModel):
     Attributes:
         input: One text or several.
         model: Which model answers.
-        encoding_format: How a vector is written: as numbers, or as base64 of little-endian float32.
+        encoding_format: Form of a vector: numbers, or base64 of little-endian float32.
         dimensions: Length of the vectors; only the model's own is possible.
         user: OpenAI's field; not used.
         service_tier: Read before; see `serve_app.api.scheduling`.
@@ -46,11 +46,11 @@ def parse_embedding(body: bytes | JSON, *, max_texts: int) -> EmbeddingRequest:
     """Check the body of a `/v1/embeddings` call.
 
     Args:
-        body: JSON text, or the object that it stands for.
+        body: JSON text, or the parsed object.
         max_texts: Most texts that one call may carry.
 
     Raises:
-        RequestError: 400 that names the field and what is allowed.
+        RequestError: 400 that names the field and the expected form.
     """
     request = parse_body(EmbeddingRequest, body)
     check_count("input", len(request.input), max_texts)
@@ -66,11 +66,11 @@ def embedding_response(
         request: The request.
         model: The model's id.
         vectors: One per text, in the order of the texts.
-        tokens: What the texts cost.
+        tokens: Cost of the texts.
 
     Raises:
-        RequestError: 400, the vectors don't have the length that was asked for; 500, they are no vectors. The
-            iterator raises that too.
+        RequestError: 400, the vectors don't have the requested length; 500, the results are no vectors. The
+            iterator raises the 500 too.
     """
     try:
         length = len(vectors[0])

@@ -30,10 +30,10 @@ ErrorType = Literal[
 
 
 FAULT = "request %s to %s failed by a fault of the service"
-"""Message of the log about a request that is answered 500, with its id and its route."""
+"""Log message about a request that gets a 500, with its id and its route."""
 
 ANTHROPIC = "/v1/messages"
-"""Routes of Anthropic's API begin with it."""
+"""Beginning of the routes of Anthropic's API."""
 
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -55,7 +55,7 @@ class EngineLostError(Exception):
 
 
 class RequestError(Exception):
-    """A request that can't be served, with what its caller needs to correct it.
+    """A request that can't be served, with the details that its caller needs to correct it.
 
     Args:
         status: The HTTP status.
@@ -63,7 +63,7 @@ class RequestError(Exception):
         message: A sentence for people.
         param: The field that is wrong.
         retry_after_s: Seconds after which another try is likely to succeed.
-        final: Another try of the same request is of no use, although the status suggests one.
+        final: A retry of the same request is useless, although the status suggests a retry.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class RequestError(Exception):
         """Return the error as JSON in the shape of OpenAI's API."""
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.status}
         if self.final:
-            # An answer that has begun can't say it in a header.
+            # Once an answer has begun, a header is too late.
             error["should_retry"] = False
         return {"error": error}
 
@@ -114,7 +114,7 @@ class RequestError(Exception):
         if self.status == 401:
             return {"www-authenticate": "Bearer"}
         if self.final or self.status == 408:
-            # OpenAI's and Anthropic's clients would send it again; the time of a 408 is over.
+            # OpenAI's and Anthropic's clients would retry otherwise; after a 408 the request's time is over.
             return {"x-should-retry": "false"}
         if self.retry_after_s is None:
             return {}
@@ -174,13 +174,14 @@ EXCEPTION_HANDLERS: dict[Any, Callable[[Request, Exception], Awaitable[Response]
     HTTPException: _refuse_http,
     Exception: _fail,
 }
-"""Of a Starlette application: each error has the shape of its API, and a fault has its stack in the log."""
+"""Handlers of a Starlette application: errors have the shape of the route's API; faults are logged."""
 
 
 def internal_error(error: BaseException) -> RequestError:
     """Return the error for a client whose request met a fault of the service; the caller logs the stack.
 
-    Only the kind of the exception is told: its text may be about the server, or quote another request.
+    The message has only the type of the exception: its text may be about the server, or quote another
+    request.
     """
     message = f"The service failed on this request ({type(error).__name__}); its log has the stack."
     return RequestError(500, "internal_error", message)

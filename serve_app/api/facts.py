@@ -1,4 +1,4 @@
-"""Facts of a request: one look at its body gives its limits, its routing key and a bound on its tokens."""
+"""Facts of a request: one inspection of its body gives its limits, routing key and a bound on its tokens."""
 
 import logging
 import re
@@ -35,7 +35,7 @@ from serve_app.api.shapes import CHECKED, check_items
 T = TypeVar("T")
 
 TEMPLATE_TOKENS = 512
-"""Tokens that a chat template adds to a prompt, at most: a system prompt of its own, hints on tools."""
+"""Most tokens that a chat template adds to a prompt: its own system prompt, hints on tools."""
 
 UNKNOWN_CONTEXT = 131_072
 """Context that is assumed for a model whose context is not known yet, in tokens."""
@@ -44,13 +44,13 @@ BYTES_PER_TOKEN = 4
 """Bytes of text per token, about: English with a large vocabulary."""
 
 EXPECTED_OUTPUT = 256
-"""Tokens of an answer that an estimate counts, at most: the limit of a request is mostly far above them."""
+"""Most tokens of an answer that an estimate counts: the limit of a request is mostly far above its answer."""
 
 
 class PickledByName:
-    """Base of dataclasses that travel between replicas, whose code may be of different versions.
+    """Base of dataclasses that travel between replicas, which may run different versions of the code.
 
-    A pickle has the names of the fields: unknown fields are ignored, missing ones have their defaults.
+    A pickle has the names of the fields: unknown fields are ignored, and missing fields have their defaults.
     """
 
     __slots__ = ()
@@ -68,20 +68,20 @@ def _unpickle(kind: type[T], values: Mapping[str, Any]) -> T:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts(PickledByName):
-    """Facts of a request that its body states, before any token of it is counted.
+    """Facts that the body of a request states, before any token is counted.
 
     Attributes:
         size: Bytes of the body; 0 for a call without one.
         prompt: Bound on the tokens of all prompts together: a byte-level tokenizer makes no more tokens than
-            there are bytes. None: bytes say nothing, as with an image behind a URL.
-        prompts: Prompts that the engine runs, each by itself.
+            there are bytes. None: the bytes give no bound, as with an image behind a URL.
+        prompts: Prompts that the engine runs, each separately.
         answers: Answers to each prompt, which start together.
-        output: Most tokens of each answer, as the request or the limit of the service states it; None: what
-            is left of the context; 0: the route makes no tokens.
+        output: Most tokens of each answer, as the request or the limit of the service states it; None: the
+            rest of the context; 0: the route makes no tokens.
         runs: Whether the route runs the model at all; `/tokenize` does not.
         grammar: Whether the body names a field that may hold a grammar.
-        stream: Whether the answer is asked for as a stream.
-        model: The model that the body names; None: none.
+        stream: Whether the request asks for a stream.
+        model: The model that the body names; None: the body names no model.
         service_tier: The tier that the body states.
         tenant: The tenant that the body states.
         queue_timeout_s: Seconds that the request may wait for its start, as the body states it.
@@ -138,11 +138,11 @@ NOTHING = Facts(prompt=0, output=0, runs=False)
 """Facts of a request that runs no model."""
 
 UNKNOWN = Facts(prompt=None, grammar=True)
-"""Facts of a request into whose body nobody has looked."""
+"""Facts of a request whose body hasn't been inspected."""
 
 
 class RequestLimits(Protocol):
-    """Limits of a request, as the settings of the Ingress have them."""
+    """Limits of a request, from the settings of the Ingress."""
 
     max_prompts: int
     max_tokens: int | None
@@ -159,19 +159,19 @@ LENGTHS = {
     RESPONSES: ("max_output_tokens",),
     **dict.fromkeys(SPEECH, ("max_completion_tokens",)),
 }
-"""Fields in which a route reads the most tokens of an answer; the first one that is stated counts."""
+"""Fields of a route with the most tokens of an answer; the first field that is stated counts."""
 
 WITHOUT_MODEL = {*TOKENIZING, "/v1/messages/count_tokens"}
 """Routes that run no model."""
 
 CALLS = {GENERATE: ("prompts", "messages"), PROCESS: ("records",)}
-"""Fields of the routes of our own whose items are prompts or records."""
+"""Fields of the routes outside vLLM whose items are prompts or records."""
 
 PROMPT_LISTS = (
     *("prompt", "prompt_embeds", "input", "documents", "queries", "items"),
     *("text_1", "text_2", "data_1", "data_2"),
 )
-"""Fields of vLLM's routes whose items are prompts of their own, or texts of several prompts."""
+"""Fields of vLLM's routes whose items are separate prompts, or texts of several prompts."""
 
 CHAT_LISTS = {CHAT_BATCH, EMBEDDINGS}
 """Routes whose `messages` may be a list of chats, each a prompt."""
@@ -185,31 +185,31 @@ NUMBER_LISTS = {
     PROCESS: {"records"},
     **{path: {"input"} for path in (EMBEDDINGS, *CLASSIFY)},
 }
-"""Fields in which a route takes prompts in tokens, or vectors: millions of numbers may stand there."""
+"""Fields in which a route takes prompts in tokens, or vectors, with up to millions of numbers."""
 
 GRAMMARS = ("response_format", "text", "output_config", "structured_outputs", "tools", "tool_choice")
-"""Fields that may hold a grammar, or say what becomes of a grammar."""
+"""Fields that may hold a grammar, or control how a grammar is used."""
 
 CONTENT = {
     *MESSAGE_LISTS,
     *GRAMMARS,
     *("prompts", "records", "tokens", "instruction", "instructions", "suffix", "chat_template_kwargs"),
 }
-"""Fields that make up a prompt, or the form of its answer. Work on them has bounds of its own: the context,
+"""Fields that make up a prompt, or the form of its answer. Other bounds limit the work on them: the context,
 `max_messages`, the time for a grammar."""
 
 PREFIX = ("tools", "system", "instructions", "prompt", "prompts", "messages", "input")
-"""Fields of which a prompt is made, in the order that chat templates put them in."""
+"""Fields that make up a prompt, in the order of chat templates."""
 
 _MEDIA = re.compile(
     rb'"(image|image_url|image_embeds|input_image|input_audio|audio_url|audio_embeds|video|video_url|'
     rb'video_embeds|prompt_embeds|previous_response_id)"'
 )
-"""Names in bodies whose prompts have other tokens than those of their bytes."""
+"""Names of fields whose tokens don't come from the bytes of the body."""
 
 _ESCAPED_LETTER = re.compile(rb"\\u00(?:5[fF]|6[1-9a-fA-F]|7[0-9aA])")
-"""Escape of a lower-case letter or of `_`: no encoder of JSON writes one, and it may hide a name of `_MEDIA`,
-as in `image\\u005furl`."""
+"""Escape of a lower-case letter or of `_`: no encoder of JSON writes such an escape, and it may hide a name
+of `_MEDIA`, as in `image\\u005furl`."""
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 """Escape of half a character, which msgspec doesn't check in a value that it doesn't read."""
@@ -217,42 +217,42 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 # Bounds
 
 NUMBERS = 10
-"""Numbers of lists that weigh as much as one other value where prompts in tokens may stand: a million of them
-hold an Engine's event loop for a tenth of a second."""
+"""Numbers in lists that count as one other value in fields for prompts in tokens: a million numbers hold an
+Engine's event loop for a tenth of a second."""
 
 OPTIONS = 10
-"""All fields beside `CONTENT` may have this part of `max_values` together: a field that nothing reads is
+"""All fields beside `CONTENT` together may have `max_values` divided by this number: unused fields are
 parsed, too."""
 
 OPTION_BYTES = 1 << 18
-"""Bytes that all fields beside `CONTENT` may have together."""
+"""Most bytes of all fields beside `CONTENT` together."""
 
 _MOST_VALUE = 4_096
-"""Bytes of a value that is read: a name, a number, a tier."""
+"""Most bytes of a value that is read: a name, a number, a tier."""
 
 _DEEPEST = 4
-"""Lists in lists that messages may be in: those of chats, of messages, and two that no route has."""
+"""Most levels of lists around a message: chats, messages, and two levels that no route has."""
 
 _MOST_PARTS = 2_000
-"""Parts of a form; vLLM's application refuses a form with more fields or files."""
+"""Most parts of a form; vLLM's application refuses a form with more fields or files."""
 
 _MOST_PARAMETERS = 32
-"""Parameters of the head of a part: its name and that of its file, which may have semicolons. Thousands of
-parameters in each of thousands of parts take the parser seconds."""
+"""Most parameters in the header of a part: its name and its file's name, which may have semicolons. Thousands
+of parameters in each of thousands of parts take the parser seconds."""
 
 _MOST_BOUNDARY = 70
-"""Bytes of the boundary of a form, by RFC 2046."""
+"""Most bytes of the boundary of a form, by RFC 2046."""
 
 
 class _CallFields(SchedulingFields):
-    """Fields of `/generate` and `/process` that are read, as strictly as the Engine reads them."""
+    """Inspected fields of `/generate` and `/process`, read as strictly as in the Engine."""
 
     model: str | None = None
     max_tokens: Annotated[int, Field(strict=True)] | None = None
 
 
 class _OpenAIFields(BaseModel):
-    """Fields of vLLM's routes that are read, as leniently as vLLM reads them."""
+    """Inspected fields of vLLM's routes, read as leniently as in vLLM."""
 
     model: str | None = None
     service_tier: ServiceTier | None = None
@@ -272,24 +272,25 @@ _FORM_FIELDS = ("model", "n", "stream", *LENGTHS[SPEECH[0]])
 def inspect(
     body: bytes, path: str, limits: RequestLimits, *, content_type: str = "application/json", model: str = ""
 ) -> Facts:
-    """Look into the body of a request once.
+    """Return the facts of a request from one look at its body.
 
-    A parser makes an object of each value; here the fields of the object alone are split, and those that
-    matter are read. What is counted is never less than what vLLM's application makes of the same body.
+    A parser makes an object of each value; this function only splits the fields of the outer object, and
+    decodes the relevant fields. Its counts are never below the counts of vLLM's application for the same
+    body.
 
     Args:
         body: The body.
         path: The route.
         limits: The limits of a request.
-        content_type: The header of this name; empty: there is none.
-        model: The model that the query string names, which counts for a form that names none.
+        content_type: The header `Content-Type`; empty: no header.
+        model: The model that the query string names, used for a form without a model.
 
     Raises:
         RequestError: 400, the body asks for more than `limits` allow, it is neither a JSON object nor a form,
             or a field is wrong.
     """
     kind = (content_type or "json").partition(";")[0].lower()
-    # A function parses a body of any type, as it does those of its other calls.
+    # A function reads a body of any type as JSON, for embeddings as for its other calls.
     if path in CALLS or (body and ("json" in kind or path == EMBEDDINGS)):
         return _inspect_json(body, path, limits)
     return _inspect_form(body, content_type, model, path, limits)
@@ -299,14 +300,14 @@ def facts_of_call(request: Any, max_tokens: int | None = None) -> Facts:
     """Return the facts of a `generate` call over a handle, whatever its argument is.
 
     Args:
-        request: A `GenerateRequest`, or an object with its fields; nothing has checked it.
-        max_tokens: The config's limit for calls that state none.
+        request: A `GenerateRequest`, or an object with its fields, not validated.
+        max_tokens: The config's limit for calls without a limit.
     """
 
     def value(name: str) -> Any:
         return request.get(name) if isinstance(request, dict) else getattr(request, name, None)
 
-    # An array of NumPy, as a column of a dataset is, has no truth value.
+    # A NumPy array, such as a column of a dataset, has no truth value.
     lists = [found for name in ("prompts", "messages") if isinstance(found := value(name), list)]
     prompts = next(filter(None, lists), None)
     limit = value("max_tokens")
@@ -329,7 +330,7 @@ def _text_bytes(prompt: Any) -> int:
 
 
 def _estimate(size: int, answers: int, output: int | None) -> int:
-    """Return about how many tokens a request takes.
+    """Return an estimate of the tokens of a request.
 
     Args:
         size: Bytes of the text.
@@ -341,10 +342,10 @@ def _estimate(size: int, answers: int, output: int | None) -> int:
 
 
 def with_priority(body: bytes) -> bytes:
-    """Return a JSON object with the service tier "priority"; vLLM doesn't know "fast", its newer name.
+    """Return a JSON object with the service tier "priority"; vLLM doesn't accept "fast", its newer name.
 
     Args:
-        body: The object, which has a service tier: of two fields with one name, the last one counts.
+        body: The object, which has a service tier: of two fields with one name, the last counts.
     """
     return body.rstrip(b" \t\r\n").removesuffix(b"}") + b',"service_tier":"priority"}'
 
@@ -403,7 +404,7 @@ def _read_openai(content: dict[str, msgspec.Raw], path: str, limits: RequestLimi
     prompts = 0
     lists = (*PROMPT_LISTS, "messages") if path in CHAT_LISTS else PROMPT_LISTS
     for name in lists:
-        # An empty list is refused by vLLM, in its own words.
+        # vLLM itself refuses an empty list.
         if name in content and (count := _length(content[name])):
             check_count(name, count, limits.max_prompts)
             # The lists of two fields may be combined.
@@ -424,7 +425,7 @@ def _read_openai(content: dict[str, msgspec.Raw], path: str, limits: RequestLimi
 
 
 def _facts_of_fields(values: dict[str, Any], path: str, limits: RequestLimits) -> Facts:
-    """Return the facts of the fields of a route of vLLM, without those of its prompts."""
+    """Return the facts from the fields of a vLLM route, without the facts of its prompts."""
     asked = parse_body(_OpenAIFields, values)
     if asked.background not in (None, False):
         message = "background: not served; the answer would outlive its client. Use a batch run instead"
@@ -480,7 +481,7 @@ def _split(body: bytes) -> dict[str, msgspec.Raw]:
         try:
             return _OBJECT.decode(body)
         except (msgspec.MsgspecError, RecursionError):
-            # The text is wrong, or has what strict JSON hasn't, such as NaN.
+            # The text is invalid, or has values outside strict JSON, such as NaN.
             pass
     try:
         content = from_json(body)
@@ -501,12 +502,12 @@ class _Message(msgspec.Struct):
 
 _MESSAGE = msgspec.json.Decoder(_Message)
 _LIST_START = re.compile(rb"\[\s*([^\s\-0-9])")
-"""The beginning of a list; one of numbers is a single prompt in tokens."""
+"""The beginning of a list, except a list of numbers, which is a single prompt in tokens."""
 
 
 def _is_plain(body: bytes) -> bool:
-    """Return whether text that isn't looked at can be valid: it is UTF-8, without escaped surrogates."""
-    # A look for one byte first: it takes a tenth of the time.
+    """Return whether values that aren't decoded are safe: the text is UTF-8, without escaped surrogates."""
+    # Search for one byte first: it takes a tenth of the time.
     if b"\\" in body and _SURROGATE.search(body):
         return False
     try:
@@ -516,7 +517,7 @@ def _is_plain(body: bytes) -> bool:
 
 
 def _values(content: dict[str, msgspec.Raw], names: Iterable[str]) -> dict[str, Any]:
-    """Return the values of those of the named fields that there are."""
+    """Return the values of the named fields that the body has."""
     found = {}
     for name in names:
         if name in content:
@@ -524,7 +525,7 @@ def _values(content: dict[str, msgspec.Raw], names: Iterable[str]) -> dict[str, 
             try:
                 found[name] = msgspec.json.decode(content[name])
             except (ValueError, msgspec.MsgspecError, RecursionError):
-                # A number of thousands of digits, a list of thousands of levels.
+                # For example, a number with thousands of digits, or a list with thousands of levels.
                 raise _refused(f"{name}: is no value that can be read", name) from None
     return found
 
@@ -538,7 +539,7 @@ def _check_parts(name: str, text: msgspec.Raw, limits: RequestLimits) -> None:
     """Check the messages in a list, or a list of lists, and the parts of their contents."""
     most = limits.max_messages
     raw = bytes(text)
-    # Messages and parts are objects or texts, unless they are wrong: mostly there are few of both.
+    # Valid messages and parts are objects or texts, and most bodies have few of both.
     if raw.count(b"{") + raw.count(b'"') // 2 <= most:
         return
     try:
@@ -590,19 +591,19 @@ def _check_values(text: bytes, most: int, numbers: int = NUMBERS) -> None:
 
 
 def _is_within(text: bytes, most: int, numbers: int) -> bool:
-    """Return whether a JSON text has no more values than allowed; what is wrong with it is not found here.
+    """Return whether a JSON text has no more values than allowed, without a check of its syntax.
 
     Args:
         text: The text.
-        most: Most values; of numbers in lists `numbers` times as many.
+        most: Most values; for numbers in lists, `numbers` times as many.
         numbers: 1: a number counts as any other value.
     """
     if count_values(text) <= most:
-        # The usual case: even with the commas of its texts it is within the bound.
+        # The usual case: the text is within the bound even with the commas inside its strings.
         return True
     for escape in (b"\\\\", b'\\"'):
         text = text.replace(escape, b"")
-    # A value is one text at most, and has one more as its name.
+    # A value has at most two strings, its name and itself, with two quotes each.
     if text.count(b'"') > 4 * most:
         return False
     text = b'"'.join(text.split(b'"')[::2])
@@ -634,14 +635,15 @@ _FORM = re.compile(rb"[\r\n]*--")
 
 
 def _inspect_form(body: bytes, content_type: str, model: str, path: str, limits: RequestLimits) -> Facts:
-    """Return the facts of a form with a file, whose bytes say nothing about its tokens."""
+    """Return the facts of a form with a file, whose bytes give no bound on its tokens."""
     if not _FORM.match(body):
-        # An Engine may parse it as JSON, whatever its type. No parser of JSON gets past the start of a form.
+        # An Engine may parse the body as JSON, whatever its type. No JSON parser gets past the start of a
+        # form.
         if b"\0" in body:
-            # JSON in UTF-16 or UTF-32, of which the values can't be counted.
+            # JSON in UTF-16 or UTF-32, whose values can't be counted.
             raise _refused("The body is neither a form nor JSON in UTF-8")
         _check_values(body, limits.max_values, numbers=1)
-    # The parser of vLLM's application. Headers have no other characters than those of Latin-1.
+    # vLLM's application uses this parser, too. Headers have only characters of Latin-1.
     kind, options = parse_options_header(content_type.encode("latin-1", "replace"))
     values: dict[str, bytes] = {}
     if kind == b"multipart/form-data" and (boundary := options.get(b"boundary")):
@@ -649,14 +651,15 @@ def _inspect_form(body: bytes, content_type: str, model: str, path: str, limits:
             message = f"content-type: has a boundary longer than {_MOST_BOUNDARY} bytes"
             raise _refused(message, "content-type")
         if options.get(b"charset", b"utf-8").lower() not in (b"utf-8", b"utf8"):
-            # vLLM's application decodes names and values with the charset: other fields could hide in it.
+            # vLLM's application decodes names and values with the charset, so another charset could hide
+            # fields.
             raise _refused("content-type: the charset of a form must be utf-8", "content-type")
         form = _Form(boundary)
         try:
             form.write(body)
         except FormParserError as error:
             raise _refused(f"The form can't be read: {error}") from None
-        # An empty field counts as none.
+        # An empty field counts as missing.
         values = {name: value for name, value in form.found.items() if value}
     texts = {name: value.decode(errors="replace") for name, value in values.items()}
     facts = _facts_of_fields({"model": model or None} | texts, path, limits)
@@ -671,13 +674,13 @@ def _inspect_form(body: bytes, content_type: str, model: str, path: str, limits:
 class _Form(MultipartParser):
     """The fields of `_FORM_FIELDS` in a form with files, read as Starlette reads them for vLLM's application.
 
-    Of several fields with one name the last one counts there: with any other, a client could use a model that
-    its API key doesn't allow. Files are skipped.
+    Of several fields with one name the last counts, as in vLLM's application: otherwise a client could use a
+    model that its API key doesn't allow. Files are skipped.
     """
 
     def __init__(self, boundary: bytes) -> None:
         super().__init__(boundary)
-        # The parser warns of each wrong form; the client gets an error that says the same.
+        # The parser warns of each invalid form; the client gets an error with the same text.
         self.logger = logging.Logger("forms", logging.ERROR)
         self.found: dict[str, bytes] = {}
         self._parts = 0
@@ -685,7 +688,7 @@ class _Form(MultipartParser):
         self._header = self._value = self._disposition = self._content = b""
 
     def callback(self, name: str, data: Any = b"", start: Any = 0, end: Any = 0) -> None:
-        """Take a piece of the form, as the parser calls it."""
+        """Handle a piece of the form; the parser calls this method."""
         match name:
             case "part_begin":
                 self._parts += 1
@@ -704,7 +707,7 @@ class _Form(MultipartParser):
             case "headers_finished":
                 if self._disposition.count(b";") > _MOST_PARAMETERS:
                     raise _refused(f"The form has a part with more than {_MOST_PARAMETERS} parameters")
-                # A look for the names first: parsing takes a hundred times as long.
+                # Search for the names first: parsing takes a hundred times as long.
                 if any(field.encode() in self._disposition for field in _FORM_FIELDS):
                     options = parse_options_header(self._disposition)[1]
                     field = options.get(b"name", b"").decode(errors="replace")
@@ -713,11 +716,11 @@ class _Form(MultipartParser):
                     elif field in _FORM_FIELDS:
                         self._name = field
             case "part_data" if self._name:
-                # Not cut: a number may have its digits at the end.
+                # The value isn't cut: a number may have its digits at the end.
                 _check_size(self._name, len(self._content) + end - start)
                 self._content += data[start:end]
             case "part_end" if self._file:
-                # A whole file takes the place of a field before it, too.
+                # A whole file also replaces an earlier field with the same name.
                 self.found.pop(self._file, None)
             case "part_end" if self._name:
                 self.found[self._name] = self._content
@@ -734,13 +737,13 @@ LEVELS = 96
 
 ENDS = tuple(accumulate(CHUNK_BYTES << level // 16 for level in range(LEVELS)))
 """Bytes after which each hash is taken: every 512 bytes up to 8 KiB, then at distances that double every 16
-hashes. A prompt of 220 kB has 80 hashes, each a 16th or less of its length behind the one before."""
+hashes. A prompt of 220 kB has 80 hashes, each at most a 16th of its length after the hash before."""
 
 MAX_BYTES = ENDS[-1]
 
 
 def prefix_of(body: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the prefix of a parsed body: `inspect` finds the same one in its text as pydantic writes it."""
+    """Return the prefix of a parsed body, the same as `inspect` finds in the text that pydantic writes."""
     return _prefix({name: to_json(body[name]) for name in PREFIX if name in body})
 
 
@@ -752,9 +755,9 @@ def _prefix(content: Mapping[str, bytes | msgspec.Raw]) -> tuple[int, ...]:
 def prefix_hashes(text: bytes) -> tuple[int, ...]:
     """Return a hash for each beginning of a text that ends at one of `ENDS`.
 
-    Two texts with the same beginning have the same first hashes, in every process. Each hash covers the one
-    before and the `CHUNK_BYTES` in front of its end, so a long text is sampled, and costs no more than 48 KiB
-    do. A text made to collide with another only goes to that one's replica.
+    Two texts with the same beginning have the same first hashes, in every process. Each hash covers the hash
+    before it and the `CHUNK_BYTES` before its end, so a long text is sampled, and costs no more than 48 KiB.
+    A text made to collide with another text only goes to that text's replica.
     """
     length = len(text)
     found = []
@@ -768,8 +771,8 @@ def prefix_hashes(text: bytes) -> tuple[int, ...]:
 
 
 LEAST_MATCH = tuple(sum(4 * end < length for end in ENDS) for length in (0, *ENDS))
-"""By the count of a prompt's hashes: hashes that cover less than a quarter of it.
+"""Number of hashes that cover less than a quarter of a prompt, by the number of its hashes.
 
-A match of no more than these saves too little to choose a replica by: a template that all prompts share would
-send each new prompt to the replica that has seen the first.
+A match of no more hashes saves too little to choose a replica by: a template that all prompts share would
+send each new prompt to the replica of the first prompt.
 """

@@ -7,7 +7,7 @@ KEEP_ALIVE = "x-keep-alive"
 """Header of a call whose answer may begin with spaces, sent while the call waits or runs."""
 
 MAX_ID = 128
-"""Longest request id, in bytes; the rest of a longer one is cut off."""
+"""Longest request id, in bytes; longer ids are cut off."""
 
 
 def bearer_token(headers: Headers) -> bytes:
@@ -21,7 +21,7 @@ def bearer_token(headers: Headers) -> bytes:
 
 
 def request_id(headers: Headers) -> str:
-    """Return the id of a request, as far as a log takes it; empty if it has none."""
+    """Return the id of a request, cut to `MAX_ID` bytes; empty without the header."""
     for name, value in headers:
         if name == b"x-request-id":
             return value[:MAX_ID].decode("latin-1")

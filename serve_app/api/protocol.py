@@ -54,10 +54,10 @@ class GenerateRequest(SamplingFields, SchedulingFields):
 
     Attributes:
         prompts: Texts to complete; at least one.
-        messages: Chats to answer, in place of `prompts`: each a list of OpenAI's messages, of text, which
-            pass through the model's chat template. Everything said of prompts holds for them.
-        task_id: Comes back unchanged, so that a driver can tell its calls apart.
-        model: Which model answers; may be left out where only one is served.
+        messages: Chats to answer, in place of `prompts`: each a list of OpenAI's messages, with text only,
+            which pass through the model's chat template. Chats have the limits of prompts.
+        task_id: Returned unchanged, so that a client can tell its calls apart.
+        model: Id of the model; optional where only one model is served.
         details: Also return the finish reason and the token counts of each prompt.
         partial: Return a prompt that can't be served as an entry of `errors`, instead of failing
             the whole call.
@@ -102,7 +102,7 @@ class GenerateResponse(BaseModel):
 
     Attributes:
         results: Generated texts; null for a prompt that is in `errors`.
-        task_id: The one of the request.
+        task_id: The request's `task_id`.
         usage: Tokens of the whole call.
         details: With `details`, one entry per prompt; null for a prompt that is in `errors`.
         errors: With `partial`, the prompts that failed.
@@ -119,9 +119,9 @@ class ProcessRequest(SchedulingFields):
     """The body of `POST /process` and the argument of the handle's `process`.
 
     Attributes:
-        records: What the model's function is given, each on its own: any JSON; at least one.
-        task_id: Comes back unchanged, so that a driver can tell its calls apart.
-        model: Which model answers; may be left out where only one function is served.
+        records: Separate inputs of the model's function: any JSON; at least one.
+        task_id: Returned unchanged, so that a client can tell its calls apart.
+        model: Id of the model; optional where only one function is served.
         partial: Return a record that can't be served as an entry of `errors`, instead of failing the
             whole call.
     """
@@ -136,11 +136,11 @@ def parse_generate(body: bytes | JSON, *, max_prompts: int) -> GenerateRequest:
     """Check the body of a `/generate` call.
 
     Args:
-        body: JSON text, or the object that it stands for.
+        body: JSON text, or the parsed object.
         max_prompts: Most prompts that one call may carry.
 
     Raises:
-        RequestError: 400 that names the field and what is allowed.
+        RequestError: 400 that names the field and the expected form.
     """
     request = parse_body(GenerateRequest, body)
     if request.prompts is not None and request.messages is not None:
@@ -160,11 +160,11 @@ def parse_process(body: bytes | JSON, *, max_records: int) -> ProcessRequest:
     """Check the body of a `/process` call.
 
     Args:
-        body: JSON text, or the object that it stands for.
+        body: JSON text, or the parsed object.
         max_records: Most records that one call may carry.
 
     Raises:
-        RequestError: 400 that names the field and what is allowed.
+        RequestError: 400 that names the field and the expected form.
     """
     request = parse_body(ProcessRequest, body)
     check_count("records", len(request.records), max_records)
@@ -183,11 +183,11 @@ def check_count(field: str, count: int, most: int) -> None:
 
 
 def parse_body(kind: type[BodyT], body: bytes | JSON) -> BodyT:
-    """Check a body against a model of it.
+    """Check a body against a pydantic model.
 
     Args:
         kind: The model.
-        body: JSON text, or the object that it stands for.
+        body: JSON text, or the parsed object.
 
     Raises:
         RequestError: 400 that names the field and the mistake.
@@ -204,7 +204,7 @@ def _bad_field(error: ValidationError, fields: list[str]) -> RequestError:
         return RequestError(
             400, "invalid_request_error", f"The body is not valid JSON: {item['ctx']['error']}"
         )
-    # pydantic puts the branch of a union behind the field; which means nothing to a client.
+    # pydantic appends the branch of a union to the field, which means nothing to a client.
     param = field_path(
         part for at, part in enumerate(item["loc"]) if isinstance(part, int) or part in fields or not at
     )

@@ -28,7 +28,7 @@ GENERATION = (
 EMBEDDINGS = "/v1/embeddings"
 CLASSIFY = ("/v1/classify", "/classify")
 SCORE = ("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score")
-"""Routes that score pairs of texts: those of rerankers, and of models that embed."""
+"""Routes that score pairs of texts, of rerankers and of embedding models."""
 
 POOLING = (EMBEDDINGS, *CLASSIFY, *SCORE)
 """Routes of models that return one result for each prompt, and no text: embeddings, classes and scores."""
@@ -36,21 +36,21 @@ POOLING = (EMBEDDINGS, *CLASSIFY, *SCORE)
 SPEECH = ("/v1/audio/transcriptions", "/v1/audio/translations")
 
 OPENAI = (*GENERATION, *POOLING, *SPEECH)
-"""All of them but `TOKENIZING`. Other routes stay closed: a new vLLM may bring some that administer the
+"""All these routes but `TOKENIZING`. Other routes stay closed: a new vLLM may add routes that administer the
 engine."""
 
 MOVED = {"/v1/tokenize": "/tokenize", "/v1/detokenize": "/detokenize", "/v1/classify": "/classify"}
-"""Routes that vLLM serves beside `/v1/`, and clients expect under it."""
+"""Routes that clients expect under `/v1/`, and their paths in vLLM."""
 
 TOKENIZING = ("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize")
 """Routes that all models in vLLM serve."""
 
 SAME = {"/classify", "/v2/rerank", "/rerank", "/score"}
-"""Other names of routes; messages leave them out."""
+"""Aliases of routes; messages leave them out."""
 
 
 def listed(paths: Collection[str]) -> str:
-    """Return routes as a message lists them, without those that are other names of one.
+    """Return routes as a message lists them, without aliases.
 
     Args:
         paths: The routes, by any of their names.

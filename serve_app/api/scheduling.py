@@ -9,7 +9,7 @@ from serve_app.api.errors import RequestError
 from serve_app.api.headers import Headers, bearer_token
 
 ServiceTier = Literal["auto", "default", "scale", "priority", "fast", "flex"]
-"""OpenAI's names; "scale" is capacity that was paid ahead, which is no tier of its own here."""
+"""OpenAI's names; "scale" is prepaid capacity, which isn't a separate tier here."""
 
 TIER_PRIORITY: dict[ServiceTier, int] = {
     "priority": -1,
@@ -21,13 +21,13 @@ TIER_PRIORITY: dict[ServiceTier, int] = {
 }
 
 FLEX = 1
-"""The priority from which on requests give way to live traffic."""
+"""The priority at which requests give way to live traffic."""
 
 TIERS = {-1: "priority", 0: "default", FLEX: "flex"}
 """Names of the tiers, by priority."""
 
 DEFAULT_TENANT = "default"
-"""The tenant of a request that states none."""
+"""The tenant of a request that states no tenant."""
 
 MAX_TENANT = 128
 MAX_QUEUE_TIMEOUT_S = 86_400.0
@@ -40,8 +40,8 @@ class Scheduling(NamedTuple):
         priority: Lower goes first.
         tenant: The tenant; tenants share an engine fairly.
         queue_timeout_s: Seconds that it may wait for its start; None: no limit.
-        weight: The tenant's share in relation to the others; None: what the model's batcher says.
-        key: Name of the API key, where the rows of a batch are to be known by it.
+        weight: The tenant's share relative to other tenants; None: the share in the model's batcher.
+        key: Name of the API key of a batch, on the requests of its rows.
         hashed: The tenant is a hash of the header Authorization, which the service doesn't check.
     """
 
@@ -55,12 +55,12 @@ class Scheduling(NamedTuple):
     def share(self, adapter: str) -> str:
         """Return the name by which queues share an engine fairly: the tenant, or its part for an adapter.
 
-        A tenant that is known has one share for all adapters, however many it uses. The others have one for
-        each adapter, since their requests may come from different clients. That gives a client nothing that
-        it couldn't have: it could state other tenants too.
+        A known tenant has one share for all its adapters. An unknown tenant has a share for each adapter,
+        since its requests may come from different clients. A client gains nothing by that: it could also
+        state other tenants.
 
         Args:
-            adapter: Id of the adapter that is asked for; empty: none.
+            adapter: Id of the requested adapter; empty: no adapter.
         """
         if adapter and (self.hashed or self.tenant == DEFAULT_TENANT):
             return f"{self.tenant}/{adapter}"
@@ -77,7 +77,7 @@ def tier(priority: int) -> str:
 
 
 DEFAULT_SCHEDULING = Scheduling()
-"""The scheduling of a request that states none."""
+"""The scheduling of a request without scheduling fields."""
 
 
 def _printable(tenant: str) -> str:
@@ -93,7 +93,7 @@ class SchedulingFields(BaseModel):
     """Scheduling as fields of a body.
 
     Attributes:
-        service_tier: OpenAI's field: "priority" and "fast" go before "default", "flex" goes behind.
+        service_tier: OpenAI's field: "priority" and "fast" go before "default", "flex" goes after it.
         tenant: The tenant; tenants share an engine fairly.
         queue_timeout_s: Seconds that the request may wait for its start.
     """
@@ -114,16 +114,16 @@ class SchedulingFields(BaseModel):
 def scheduling_of(headers: Headers, fields: SchedulingFields, *, tenant: str | None = None) -> Scheduling:
     """Return the scheduling of an HTTP request.
 
-    A header goes before the same field of the body. Without a tenant, the API key gives one: a hash, from
+    A header overrides the same field of the body. Without a tenant, the tenant is a hash of the API key, from
     which the key can't be computed.
 
     Args:
         headers: The request's headers, their names in lower case.
-        fields: What the body says.
+        fields: The fields of the body.
         tenant: The default tenant; None: the caller is unknown.
 
     Raises:
-        RequestError: 400 that names the header that is wrong.
+        RequestError: 400 that names the invalid header.
     """
     given = dict(headers)
     scheduling = fields.scheduling()
@@ -149,7 +149,7 @@ def _tenant(value: bytes) -> str:
 
 def _seconds(value: bytes) -> float:
     try:
-        # Python alone takes 1_000 for a number.
+        # Only Python reads 1_000 as a number.
         seconds = float(value.replace(b"_", b"x"))
     except ValueError:
         seconds = 0.0

@@ -1,6 +1,6 @@
-"""Kinds of the items of a list in a request, checked as far as the first wrong one.
+"""Check that the items of a list in a request are of one kind, up to the first wrong item.
 
-vLLM's validation looks at all items of a list, for each kind that an item could have: it takes 13 s on the
+vLLM's validation reads all items of a list, once for each kind that an item could have: it takes 13 s on the
 event loop for a prompt of a million numbers that are no token ids, and 1.3 s for 10,000 messages without a
 role.
 """
@@ -13,7 +13,7 @@ from serve_app.api.errors import RequestError
 
 
 class Message(msgspec.Struct):
-    """A message of a chat, as far as each has it."""
+    """The field that each message of a chat has."""
 
     role: str
 
@@ -23,10 +23,10 @@ LISTS: dict[bytes, tuple[type, ...]] = {
     b'"': (list[str],),
     b"{": (list[dict[str, msgspec.Raw]],),
 }
-"""Types of a prompt that is a list, by the first character of its first item; another one: token ids."""
+"""Types of a prompt that is a list, by the first character of its first item; for others, token ids."""
 
 CHATS: dict[bytes, tuple[type, ...]] = {b"[": (list[list[Message]],)}
-"""Types of a list of chats; another first character: messages."""
+"""Types of a list of chats; any other first character: messages."""
 
 
 CHECKED = ("prompt", "input", "tokens", "messages")
@@ -36,7 +36,7 @@ _START = re.compile(rb"\s*\[\s*(.)", re.DOTALL)
 
 
 def check_items(name: str, text: bytes) -> None:
-    """Check that the items of a list are of one kind: texts, token ids, lists of them, objects; or messages.
+    """Check that a list's items are of one kind: texts, token ids, lists of either, objects; or messages.
 
     Args:
         name: The field.
@@ -55,5 +55,5 @@ def check_items(name: str, text: bytes) -> None:
             return
         except (msgspec.MsgspecError, RecursionError, ValueError) as error:
             reason = reason or str(error)
-    message = f"{name}: the items of this list are not of one kind that is read here: {reason}"
+    message = f"{name}: the items of this list are not all of one valid kind: {reason}"
     raise RequestError(400, "invalid_request_error", message, param=name)

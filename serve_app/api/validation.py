@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 MOST_CLOSE, FEW, SURE = 3, 8, 0.85
-"""Most names that a message suggests, the number up to which it lists all, and the likeness of a sure one."""
+"""Most names that a message suggests, most names that it lists in full, similarity of a sure match."""
 
 MOST_LETTERS = 100
-"""Letters of an unknown name that are compared."""
+"""Most letters of an unknown name that are compared."""
 
 
 def suggestion(name: str, names: Iterable[str], elsewhere: str = "", few: str = "there are") -> str:
@@ -15,11 +15,11 @@ def suggestion(name: str, names: Iterable[str], elsewhere: str = "", few: str = 
 
     Args:
         name: The unknown name.
-        names: The known ones.
-        elsewhere: Where they are, if none is close.
-        few: Begins the list of all.
+        names: The known names.
+        elsewhere: Where the names are listed, if no name is close.
+        few: Beginning of the list of all names.
     """
-    # Clients choose the name, and they are to cost little.
+    # Clients choose the name, and its comparison must be cheap.
     name, known = name[:MOST_LETTERS], list(names)
     if len(known) <= FEW:
         return f"; {few} {', '.join(known) or 'none'}"

@@ -22,7 +22,7 @@ def warning(host: str | None, *, keys: bool) -> str | None:
 
 
 def serve_host() -> str | None:
-    """Return the address on which Ray Serve listens, if there is one. Called in a replica."""
-    # Ray Serve has no public API for it.
+    """Return the address on which Ray Serve listens; None if Ray Serve doesn't run. Called in a replica."""
+    # Ray Serve has no public API for its address.
     client = _get_global_client(raise_if_no_controller_running=False)
     return client.http_config.host if client else None

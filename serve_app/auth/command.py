@@ -35,7 +35,7 @@ def main() -> None:
 
 @click.group()
 def keys() -> None:
-    """Make and change API keys of the file that `access.keys_file` of a config names.
+    """Make and change API keys in the file that `access.keys_file` of a config names.
 
     Exit codes: 0 done; 1 `check` has found a mistake, or the file can't be written; 2 the command or the file
     is wrong, and nothing was changed.
@@ -65,7 +65,7 @@ def _limit_options(command: Command) -> Command:
 @click.option(
     "--weight",
     type=float,
-    help="The tenant's share in relation to the other tenants: 2 gets twice the tokens of 1.  "
+    help="The tenant's share relative to other tenants: 2 gets twice the tokens of 1.  "
     "[default: the model's batcher.tenant_weights]",
 )
 @_list_option(
@@ -78,7 +78,7 @@ def _limit_options(command: Command) -> Command:
 @click.option(
     "--expires",
     metavar="TIME",
-    help="Date, or time with its zone, from which on the key is invalid: 2027-01-31, "
+    help="Date, or time with its zone, at which the key becomes invalid: 2027-01-31, "
     "2027-01-31T18:00:00Z.  [default: never]",
 )
 @_limit_options
@@ -149,8 +149,8 @@ def list_(file: Path, as_json: bool) -> None:
 def check(file: Path) -> None:
     """Check a keys file, as the service does when it reads it.
 
-    An error is one that the service would refuse the file for; it then goes on with the keys that it has. A
-    warning, on standard error, is not.
+    With an error, the service would refuse the file and keep its present keys. With a warning, on standard
+    error, it would accept the file.
     """
     text = _text(file)
     try:
@@ -175,8 +175,8 @@ def check(file: Path) -> None:
 def rotate(name: str, in_place: bool, finish: bool, file: Path) -> None:
     """Give a key a second secret, so that its clients can change over; later, drop the first.
 
-    Both secrets hold until --finish. The new one is shown once, on standard error, and kept nowhere. With
-    --in-place, the file keeps its comments; otherwise the key's changed entry is printed.
+    Both secrets are valid until --finish. The new secret is shown once, on standard error, and kept nowhere.
+    With --in-place, the file keeps its comments; otherwise the key's changed entry is printed.
 
     \b
     Examples:
@@ -195,12 +195,12 @@ def rotate(name: str, in_place: bool, finish: bool, file: Path) -> None:
     if key:
         _show(name, key)
     if in_place:
-        # Last: a secret that holds has been shown.
+        # Write last: every valid secret has been shown.
         _write(file, changed)
 
 
 def _new_key() -> str:
-    """Return a new key, if there is a place to show it."""
+    """Return a new key; exit if standard error, which shows it, is closed."""
     if sys.stderr is None:
         # `print` would take standard output, which may be the keys file.
         sys.exit(1)
@@ -230,8 +230,8 @@ def _read(file: Path, text: str) -> list[Key]:
 
 
 def _write(file: Path, text: str) -> None:
-    """Replace the content of a file at once: a reader finds the old one or the new one."""
-    # A link stays one.
+    """Replace the content of a file atomically: a reader finds the old content or the new content."""
+    # A symbolic link stays a link.
     file = file.resolve()
     try:
         with tempfile.NamedTemporaryFile(
@@ -255,7 +255,7 @@ def _write(file: Path, text: str) -> None:
 
 
 def _keep_owner(file: Path, new: str) -> None:
-    """Give a file the owner and the group of another, as far as this user may: a service has to read it."""
+    """Copy the owner and the group of a file, as far as this user may: a service must read the copy."""
     status = file.stat()
     for owner, group in ((-1, status.st_gid), (status.st_uid, -1)):
         with suppress(PermissionError):

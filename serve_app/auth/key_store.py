@@ -1,4 +1,4 @@
-"""The valid API keys, and the callers that have them."""
+"""The valid API keys, and their callers."""
 
 import logging
 import os
@@ -21,15 +21,15 @@ from serve_app.system.rounds import Rounds
 logger = logging.getLogger("ray.serve")
 
 POLL_S = 2.0
-"""Seconds between two looks at the keys file."""
+"""Seconds between two checks of the keys file."""
 
 OPEN = frozenset({"/health", "/ping", "/version", "/openapi.json", "/docs"})
-"""Paths that need no key: probes have none, nor has a reader of the page that says what to send. The answers
-have the state of the models, versions and routes, and nothing of keys or tenants."""
+"""Paths that need no key, for probes and for readers of the API's documentation. The answers have the state
+of the models, versions and routes, and nothing about keys or tenants."""
 
 
 class Caller:
-    """A key, and what its requests may do.
+    """A key, and the permissions of its requests.
 
     Attributes:
         key: The key.
@@ -67,7 +67,7 @@ class Caller:
                 )
                 raise RequestError(403, "permission_error", message, param="service_tier")
             scheduling = scheduling._replace(priority=self._usual)
-        # The weight is that of the key's own tenant.
+        # The weight applies only to the key's own tenant.
         return (
             scheduling._replace(weight=key.weight)
             if key.weight and scheduling.tenant == key.tenant
@@ -81,9 +81,9 @@ class KeyStore:
     Args:
         settings: Sources of the keys.
         environment: Environment variables, for `keys_env`.
-        clock: Monotonic clock of the looks at the file, in seconds.
+        clock: Monotonic clock of the checks of the file, in seconds.
         now: Time of day, in seconds since the epoch, at which keys expire.
-        quotas: The service keeps quotas: without it, a key that has one is refused.
+        quotas: The service keeps quotas; otherwise a key with a quota is refused.
 
     Raises:
         SettingsError: The keys can't be read.
@@ -114,7 +114,7 @@ class KeyStore:
         self._load()
 
     def refresh(self) -> None:
-        """Read the file again if it has changed. The keys stay as they were if it can't be read."""
+        """Read the file again if it has changed. If it can't be read, the last valid keys stay."""
         if self._file is None or not self._file.look():
             return
         try:
@@ -131,7 +131,7 @@ class KeyStore:
         """Refresh periodically, in a thread that ends when this object is garbage-collected.
 
         Args:
-            poll_s: Seconds between two looks at the file.
+            poll_s: Seconds between two checks of the file.
         """
         if self._file:
             self._watched = True
@@ -139,23 +139,24 @@ class KeyStore:
             threading.Thread(target=_watch, args=args, name="api-keys", daemon=True).start()
 
     def check(self) -> None:
-        """Raise if the file is followed no more, so that a key which is revoked would stay valid.
+        """Raise an error if the file is no longer watched, so that a revoked key would stay valid.
 
-        A file that is wrong or can't be read is no such case: it is looked at, and logged.
+        An invalid or unreadable file raises no error here: the file is still watched, and the mistake is
+        logged.
         """
         if self._watched:
             self._rounds.check()
 
     def find(self, headers: Headers) -> Caller:
-        """Return the caller whose key the headers of a request hold.
+        """Return the caller whose key is in the headers of a request.
 
         Raises:
-            RequestError: 401, there is no key, or it isn't valid, or not any more.
+            RequestError: 401, there is no key, or it is unknown, disabled or expired.
         """
         if not (key := _api_key(headers)):
             message = "An API key is required: send the header `Authorization: Bearer KEY`."
             raise RequestError(401, "authentication_error", message)
-        # The look-up's duration depends on the hash, which an attacker can't steer by the choice of a key.
+        # The time of the look-up depends on the hash, which an attacker can't control by choosing a key.
         if (caller := self._callers.get(hash_key(key))) is None:
             raise RequestError(401, "authentication_error", "This API key is not valid here.")
         if caller.key.disabled:
@@ -170,10 +171,10 @@ class KeyStore:
 
         Args:
             headers: The request's headers.
-            host: The address of the connection's other end; None, or empty: the server doesn't know it.
+            host: The address of the connection's other end; None or empty: unknown.
 
         Raises:
-            RequestError: 401, see `find`; 403, the client's address is not among those of its key.
+            RequestError: 401, see `find`; 403, the key doesn't allow the client's address.
         """
         caller = self.find(headers)
         if caller.allow_from is not None:
@@ -189,11 +190,11 @@ class KeyStore:
         return [key.describe(now) for key in self._keys.values()]
 
     def named(self, name: str) -> Key | None:
-        """Return the key of that name, valid or not; None: there is none."""
+        """Return the key of that name, valid or not; None if there is no such key."""
         return self._keys.get(name)
 
     def state(self, name: str) -> State | None:
-        """Return whether the key of that name holds now; None: there is none."""
+        """Return the present state of the key of that name; None if there is no such key."""
         key = self.named(name)
         return None if key is None else key.state(self._now())
 
@@ -213,9 +214,9 @@ class KeyStore:
         self._callers = {hash: caller for caller in callers for hash in caller.key.hashes}
 
     def _read(self, text: str, source: str) -> list[Key]:
-        """Read a list of keys; log a warning about each that has expired or stands there in plain.
+        """Read a list of keys; log a warning about each key that has expired or is there in plain text.
 
-        Such a text is not refused: a key that has just been revoked in it would stay valid.
+        Such a text is not refused: otherwise a key that it revokes would stay valid.
         """
         keys = read_keys(text, source)
         for line in expired_keys(keys, self._now()):
@@ -228,8 +229,8 @@ class KeyStore:
 
 
 def _api_key(headers: Headers) -> bytes:
-    """Return the key of a request; empty if there is none."""
-    # OpenAI's clients send a bearer token, Anthropic's the other header.
+    """Return the key of a request; empty if it has no key."""
+    # OpenAI's clients send a bearer token, Anthropic's clients `x-api-key`.
     return bearer_token(headers) or dict(headers).get(b"x-api-key", b"").strip()
 
 

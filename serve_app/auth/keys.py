@@ -1,6 +1,6 @@
-"""API keys and the list of them in a file.
+"""API keys, and files with lists of keys.
 
-The secret of a key is 256 random bits, so its plain SHA-256 is enough: salt and a slow hash protect secrets
+The secret of a key is 256 random bits, so a plain SHA-256 is enough: salt and slow hashes protect secrets
 that can be guessed, such as passwords. The file holds only hashes, so reading it gives no access.
 """
 
@@ -49,7 +49,7 @@ Hashes = Annotated[
     Annotated[Hash, Tag("one")] | Annotated[_TWO, Tag("list")],
     Discriminator(lambda value: "list" if isinstance(value, list | tuple) else "one"),
 ]
-"""The hash of a key's secret, or a list of two while its clients change from one to the other."""
+"""The hash of a key's secret, or two hashes while its clients change to a new secret."""
 
 
 def _read_time(text: str) -> date:
@@ -60,7 +60,7 @@ def _read_time(text: str) -> date:
 
 
 def _expiry(value: object) -> datetime:
-    """Return a moment in UTC. A date stands for its beginning in UTC."""
+    """Return a moment in UTC. A date means its beginning in UTC."""
     try:
         if isinstance(value, str):
             value = _read_time(value)
@@ -86,16 +86,13 @@ class Key(Strict):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$")] = Field(
         description="The holder's name, for messages and logs. Unique."
     )
-    sha256: Hashes = Field(
-        description="The hash of the secret, in hex, or the hashes of two secrets that both hold."
-    )
+    sha256: Hashes = Field(description="The hash of the secret, in hex, or the hashes of two valid secrets.")
     tenant: Tenant = Field(description="Tenant of the key's requests; tenants share the engines fairly.")
     weight: Weight | None = Field(
         default=None,
         description=(
-            "The tenant's share of an engine relative to the other tenants; by default that of the "
-            "model's `batcher.tenant_weights`. All keys of a tenant that state a weight state the "
-            "same one."
+            "The tenant's share of an engine relative to other tenants; by default the share in the model's "
+            "`batcher.tenant_weights`. All keys of a tenant that state a weight must state the same weight."
         ),
     )
     any_tenant: Flag = Field(
@@ -104,34 +101,34 @@ class Key(Strict):
     tiers: Annotated[tuple[Tier, ...], Field(min_length=1)] = Field(
         default=("priority", "default", "flex"),
         description=(
-            "Service tiers that requests may use. One that names no tier gets `default`, or the first "
-            "of these if `default` is not among them."
+            "Service tiers that requests may use. A request without a tier gets `default`, or the first of "
+            "these tiers if `default` is not among them."
         ),
     )
     models: Annotated[tuple[ServedId, ...], Field(min_length=1)] | None = Field(
         default=None, description="Ids of the models and adapters that requests may name; by default all."
     )
     allow_from: Annotated[tuple[Network, ...], Field(min_length=1)] | None = Field(
-        default=None, description="Ranges of addresses from which clients may use the key; by default all."
+        default=None, description="Address ranges from which clients may use the key; by default all."
     )
     expires: Annotated[datetime, PlainValidator(_expiry)] | None = Field(
-        default=None, description="Moment, in UTC, from which on the key is invalid; by default never."
+        default=None, description="Time, in UTC, at which the key becomes invalid; by default never."
     )
-    disabled: Flag = Field(default=False, description="The key is invalid, until this changes.")
+    disabled: Flag = Field(default=False, description="The key is invalid while this is true.")
     admin: Flag = Field(
         default=False,
-        description="The key may list the keys, read what all have used, and load and unload adapters.",
+        description="The key may list the keys, read the usage of all keys, and load and unload adapters.",
     )
     quota: Quota | None = Field(
         default=None, description="Limits for all replicas together; needs `args.usage.quotas`."
     )
     batches: BatchLimits | None = Field(
-        default=None, description="Limits on files and batches, in place of those of `args.batches`."
+        default=None, description="Limits on files and batches, in place of the limits in `args.batches`."
     )
 
     @property
     def hashes(self) -> tuple[str, ...]:
-        """The hashes of the secrets that hold."""
+        """The hashes of the valid secrets."""
         return (self.sha256,) if isinstance(self.sha256, str) else self.sha256
 
     @property
@@ -140,7 +137,7 @@ class Key(Strict):
         return self.expires.timestamp() if self.expires else math.inf
 
     def state(self, now: float) -> State:
-        """Return whether the key holds, at a time in seconds since the epoch."""
+        """Return the state of the key at a time in seconds since the epoch."""
         if self.disabled:
             return "disabled"
         return "expired" if self.expires_at <= now else "valid"
@@ -170,10 +167,10 @@ _PLAIN = re.compile(r"sk-[A-Za-z0-9_-]{43}")
 """A key as `new_key` makes it."""
 
 _FIELD = re.compile(r"(?!sk-)[A-Za-z_ -]{1,30}")
-"""A field that doesn't exist, as a person may write it. Anything else may be a key in the wrong place."""
+"""An unknown field that is safe to quote. Any other text may be a key in the wrong place."""
 
 _QUOTED = re.compile(r"\b(alias|anchor|tag|handle) '.*", re.DOTALL)
-"""The end of an error of YAML with a part of the text, which may be a key with such a sign in front."""
+"""The end of a YAML error, which quotes text that may be a key after a sign of YAML."""
 
 _SECTIONS: dict[int | str, type[Strict]] = {"quota": Quota, "batches": BatchLimits}
 """The fields of a key that are objects."""
@@ -194,7 +191,7 @@ def check_together(keys: Sequence[Key], places: Sequence[str], source: str) -> N
 
     Args:
         keys: All valid keys.
-        places: The path of each.
+        places: The paths of the keys.
         source: Their origin, for errors.
     """
     for field, values in (
@@ -228,7 +225,7 @@ def read_keys(text: str, source: str) -> list[Key]:
         source: Its origin, for errors.
 
     Raises:
-        SettingsError: The list is wrong. The message has the place and no value, which may be a key.
+        SettingsError: The list is invalid. The message has the place, but no value, which may be a key.
     """
     try:
         content = load(text)
@@ -247,7 +244,7 @@ def read_keys(text: str, source: str) -> list[Key]:
 
 
 def plain_keys(text: str, keys: list[Key]) -> list[str]:
-    """Return the names of the keys that a text holds in plain, in a comment for example.
+    """Return the names of the keys whose secrets a text has in plain, such as in a comment.
 
     Args:
         text: The text of a list of keys.
@@ -273,7 +270,7 @@ def expired_keys(keys: Sequence[Key], now: float) -> list[str]:
 
 def _describe(place: tuple[int | str, ...], type: str, message: str) -> str:
     if place[1:2] == ("sha256",):
-        # pydantic adds whether it is one hash or a list of them.
+        # pydantic adds the form of the value: one hash or a list of hashes.
         place = place[:2] + place[3:]
     if type == "extra_forbidden":
         fields = _SECTIONS.get(place[-2], Key).model_fields

@@ -15,7 +15,7 @@ class RotationError(ValueError):
 
 
 def add_secret(text: str, name: str, hash: str) -> str:
-    """Return the text of a keys file in which a key has one more secret, behind the one that it has.
+    """Return the text of a keys file with a second secret of a key, after its present secret.
 
     Args:
         text: A valid list of keys.
@@ -23,20 +23,21 @@ def add_secret(text: str, name: str, hash: str) -> str:
         hash: The hash of the new secret.
 
     Raises:
-        RotationError: There is no such key, or it has two secrets already: one of them would be locked out.
+        RotationError: There is no such key, or it has two secrets already, and a third would lock out
+            clients.
         SettingsError: The text is no valid list of keys.
     """
     key = _key(text, name)
     if len(key.hashes) > 1:
         raise RotationError(
-            f"the key {name} has two secrets already; once its clients use the new one, drop the old one "
+            f"the key {name} has two secrets already; once its clients use the new secret, drop the old one "
             "with --finish"
         )
     return _changed(text, key, (*key.hashes, hash))
 
 
 def drop_old_secret(text: str, name: str) -> str:
-    """Return the text of a keys file in which a key has the newer of its two secrets alone.
+    """Return the text of a keys file with only the newer of a key's two secrets.
 
     Args:
         text: A valid list of keys.
@@ -48,7 +49,7 @@ def drop_old_secret(text: str, name: str) -> str:
     """
     key = _key(text, name)
     if len(key.hashes) < 2:
-        raise RotationError(f"the key {name} has one secret; there is no old one to drop")
+        raise RotationError(f"the key {name} has one secret; there is no old secret to drop")
     return _changed(text, key, key.hashes[-1:])
 
 

@@ -1,4 +1,4 @@
-"""API key of the commands that call a service."""
+"""The API key for commands that call a service."""
 
 import os
 
@@ -9,7 +9,7 @@ def read_api_key(name: str | None) -> str | None:
     """Return the API key in an environment variable.
 
     Args:
-        name: The variable, from `--api-key-env`; None: there is no key.
+        name: The variable, from `--api-key-env`; None: no key.
 
     Raises:
         click.UsageError: The variable is missing or empty.

@@ -1,4 +1,4 @@
-"""The text of a config with what it leaves out: the config's own lines and comments stay."""
+"""Add missing variables to the text of a config; its own lines and comments stay."""
 
 from serve_app.settings.completion import complete_config, missing_variables
 from serve_app.system.yaml_text import Place, load, updated_or_new
@@ -8,9 +8,9 @@ ENVIRONMENT = ("runtime_env", "env_vars")
 
 
 def completed(text: str) -> str:
-    """Return a config with the variables that it leaves out, each with a comment.
+    """Return a config with its missing variables added, each with a comment.
 
-    If the form of the config doesn't allow an addition, the config is written anew, without comments.
+    If the text can't be changed in place, the config is written anew, without comments.
 
     Args:
         text: A valid Serve config, as YAML.

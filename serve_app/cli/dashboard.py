@@ -9,20 +9,20 @@ import httpx
 from serve_app.api.protocol import JSON
 
 DASHBOARDS = [f"http://127.0.0.1:{port}/api/serve/applications/" for port in range(8265, 8275)]
-"""Places of the dashboard: it takes the first free one of these ports."""
+"""Possible URLs of the dashboard, which takes the first free port in this range."""
 
 KEPT = ("proxy_location", "http_options", "grpc_options", "target_capacity")
-"""Parts of a config, beside the applications, that a PUT would otherwise set to their defaults."""
+"""Parts of a config, beside the applications, that a PUT without them resets to their defaults."""
 
 TOKEN_FILE = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", Path.home() / ".ray" / "auth_token"))
-"""File in which Ray keeps the token that its dashboard asks for."""
+"""File with the token for Ray's dashboard."""
 
 
 class Dashboard:
     """The dashboard of one service.
 
     Args:
-        port: Port of the service; it tells its dashboard from those of other Rays on this machine.
+        port: Port of the service, which identifies its dashboard if several Rays run on this machine.
 
     Attributes:
         url: Address of the dashboard; empty until it is found.
@@ -44,13 +44,13 @@ class Dashboard:
         return {}
 
     def take_down(self) -> None:
-        """Stop all applications in order: each finishes its requests."""
+        """Stop all applications gracefully: each application finishes its requests."""
         self._ask(self.url, "PUT", {"applications": []})
 
     def config(self) -> JSON:
-        """Return the config that runs, as a PUT takes it; empty: the dashboard can't be reached, or has none.
+        """Return the running config in the form of a PUT; empty if it is unavailable.
 
-        A PUT replaces all applications, so all of them are in it.
+        A PUT replaces all applications, so the config contains all applications.
         """
         if not self.applications():
             return {}
@@ -62,7 +62,7 @@ class Dashboard:
         return kept | {"applications": configs}
 
     def deploy(self, config: JSON) -> str:
-        """Deploy a config; return why it was refused. Empty: the change has begun."""
+        """Deploy a config; return the reason if it is refused, or an empty text if the change has begun."""
         try:
             answer = httpx.put(self.url, json=config, headers=token_headers(), timeout=60)
         except httpx.HTTPError as error:
@@ -73,14 +73,14 @@ class Dashboard:
     def _ask(url: str, method: str, body: JSON | None = None) -> JSON:
         with suppress(httpx.HTTPError, ValueError):
             answer = httpx.request(method, url, json=body, headers=token_headers(), timeout=10).json()
-            # Another program may have that port.
+            # Another program may listen on that port.
             if isinstance(answer, dict) and isinstance(answer.get("applications", {}), dict):
                 return answer
         return {}
 
 
 def token_headers() -> dict[str, str]:
-    """Return the headers with the token that Ray's dashboard asks for, if there is one."""
+    """Return the headers with the token for Ray's dashboard; empty without a token."""
     token = os.environ.get("RAY_AUTH_TOKEN", "")
     with suppress(OSError):
         token = token or TOKEN_FILE.read_text().strip()

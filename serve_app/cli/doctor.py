@@ -44,7 +44,7 @@ CHECKS: Mapping[str, Check] = {
     "sources": check_sources,
     "cluster": check_cluster,
 }
-"""The checks, in the order in which they are shown."""
+"""The checks, in display order."""
 
 COLOURS: Mapping[Level, str] = {"ok": "green", "warning": "yellow", "problem": "red"}
 
@@ -54,15 +54,15 @@ COLOURS: Mapping[Level, str] = {"ok": "green", "warning": "yellow", "problem": "
 @click.option(
     "--address",
     metavar="ADDRESS",
-    help="Ray cluster that the service is to run in: HOST:6379, ray://HOST:10001, or http://HOST:8265 of its "
-    "dashboard.  [default: RAY_ADDRESS of the environment; without it, a Ray of its own]",
+    help="Ray cluster for the service: HOST:6379, ray://HOST:10001, or http://HOST:8265 of its dashboard.  "
+    "[default: RAY_ADDRESS of the environment; without it, the service starts its own Ray]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, for programs.")
 def doctor(config: Path | None, address: str | None, as_json: bool) -> int:
-    """Check this machine, and say what to do.
+    """Check this machine, and suggest fixes.
 
-    With CONFIG, the checks look at what that config needs: its ports, GPUs, cores, memory and models.
-    Nothing is started or changed. For a model of Hugging Face's hub the command asks the hub for its name,
+    With CONFIG, the checks cover the needs of that config: its ports, GPUs, cores, memory and models.
+    Nothing is started or changed. For a model of Hugging Face's hub the command looks up its name on the hub,
     unless HF_HUB_OFFLINE is 1.
 
     \b
@@ -70,7 +70,7 @@ def doctor(config: Path | None, address: str | None, as_json: bool) -> int:
     warning  a service starts, but is slower, or fails in some case
     problem  a service can't start, or fails
 
-    Exit codes: 0 without a problem, also with warnings; 1 with one; 2 there is no such CONFIG.
+    Exit codes: 0 no problem, perhaps warnings; 1 a problem; 2 there is no such CONFIG.
 
     \b
     Examples:
@@ -105,16 +105,16 @@ def doctor(config: Path | None, address: str | None, as_json: bool) -> int:
 
 
 def examine(case: CheckInput, checks: Mapping[str, Check]) -> Iterator[tuple[str, Finding]]:
-    """Yield the finding of each check that plays a part; one that fails itself is a warning."""
+    """Yield the finding of each check that applies; a failed check yields a warning."""
     for name, check in checks.items():
         try:
             finding = check(case)
         except Exception as error:
-            # A user reads the finding; it names the exception, and asks for a report.
+            # The finding is for a user: it names the exception, and asks for a report.
             said = str(error).strip().splitlines()
             reason = said[0] if said else type(error).__name__
             text = f"the check could not run: {type(error).__name__}: {reason}"
-            finding = warning(text, "look at this by hand, and report it as an error of saturate")
+            finding = warning(text, "check this by hand, and report it as an error of saturate")
         if finding is not None:
             yield name, finding
 

@@ -1,4 +1,4 @@
-"""The errors of commands that start or call a service."""
+"""Errors of commands that start or call a service."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,22 +10,22 @@ from serve_app.system.command_line import USAGE
 
 
 class LaunchError(click.ClickException):
-    """The service can't start; the message tells its user the reason."""
+    """The service can't start; the message has the reason."""
 
 
 class ConfigError(LaunchError):
-    """The config or the model is wrong: the same command would fail again."""
+    """The config or the model is wrong; a retry would fail again."""
 
     exit_code = USAGE
 
 
 class SlowStartError(LaunchError):
-    """Ray or Ray Serve was too slow for one of its own limits; another try may be faster."""
+    """Ray or Ray Serve exceeded one of its own time limits; a retry may be faster."""
 
 
 @contextmanager
 def service_errors() -> Iterator[None]:
-    """Turn the errors of a client into those of a command."""
+    """Convert errors of a client to errors of a command."""
     try:
         yield
     except ServiceError as error:

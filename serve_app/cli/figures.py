@@ -1,4 +1,4 @@
-"""Figures of a service, as `saturate top` shows them, from its statistics at two times."""
+"""Figures of a service for `saturate top`, from its statistics at two times."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -30,28 +30,28 @@ OUTCOMES = ("completed", "failed", "cancelled", "expired", "rejected")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Figures of a replica, or of all replicas of a model. None: not known, or the model has no such thing.
+    """Figures of a replica, or of all replicas of a model. None: unknown, or not applicable to the model.
 
-    Counts and rates of a model are sums. Its percentiles are the largest of its replicas.
+    Counts and rates of a model are sums over its replicas. Its percentiles are the largest of its replicas.
 
     Attributes:
-        running: Requests that run; for a function, records.
-        max_running: Requests that may run at once.
-        waiting: Requests that wait.
-        waiting_by_tier: The same by service tier, without those that have none.
+        running: Running requests; for a function, running records.
+        max_running: Most requests that may run at once.
+        waiting: Waiting requests.
+        waiting_by_tier: Waiting requests by service tier; only tiers with waiting requests.
         kv_tokens: Tokens of KV cache that are reserved for the running requests and their answers.
         kv_capacity: Tokens of KV cache.
-        kv_used: The former as a share of the latter, 0 to 1.
+        kv_used: `kv_tokens` as a share of `kv_capacity`, 0 to 1.
         busy: Share of the time, 0 to 1, in which a request ran.
-        requests_per_s: Requests that were completed, per second.
-        prompt_tokens_per_s: Tokens in.
-        output_tokens_per_s: Tokens out.
-        wait_p50_s: Seconds in the queue: median of the last 512 requests; `wait_p99_s`: percentile.
-        ttft_p50_s: Seconds from arrival in the replica to the first token: median of the last 512 streams;
-            `ttft_p99_s`: percentile.
-        ttft_goal_s: Goal for the tiers above `flex`, if there is one.
-        completed: Requests that were completed since the start; `failed`, `cancelled`, `expired`,
-            `rejected`: those that ended otherwise.
+        requests_per_s: Completed requests per second.
+        prompt_tokens_per_s: Tokens in, per second.
+        output_tokens_per_s: Tokens out, per second.
+        wait_p50_s: Seconds in the queue, median of the last 512 requests; `wait_p99_s`: 99th percentile.
+        ttft_p50_s: Seconds from arrival in the replica to the first token, median of the last 512 streams;
+            `ttft_p99_s`: 99th percentile.
+        ttft_goal_s: Goal for the tiers above `flex`; None: no goal.
+        completed: Completed requests since the start; `failed`, `cancelled`, `expired`, `rejected`: requests
+            with these outcomes.
     """
 
     running: int | None = None
@@ -82,10 +82,10 @@ class ReplicaFigures:
     """One replica of a model.
 
     Attributes:
-        replica: Its id.
-        statistics: False if it has sent none.
-        turn: Its turn, for a model that shares its device: group, state, turns, sleep_s, wake_s.
-        figures: Its figures.
+        replica: Id of the replica.
+        statistics: Whether the replica has sent statistics.
+        turn: Turn of a model that shares its device: group, state, turns, sleep_s, wake_s.
+        figures: Figures of the replica.
     """
 
     replica: str
@@ -100,9 +100,9 @@ class AdapterFigures:
 
     Attributes:
         id: The id that clients use.
-        pinned: Whether it keeps its slot.
-        replicas: Replicas that serve it.
-        resident: Replicas that have it in a slot now.
+        pinned: Whether the adapter keeps its slot.
+        replicas: Replicas that serve the adapter.
+        resident: Replicas with the adapter in a slot now.
     """
 
     id: str
@@ -118,12 +118,12 @@ class ModelFigures:
     Attributes:
         id: The id that clients use.
         state: "ready", "starting", "asleep" (scaled to zero, or until its turn), "failed" or "error".
-        detail: The reason of a state other than "ready", if it is known.
-        simulated: Profile of its simulated device; None: its device is real.
-        ready_replicas: Replicas that can serve, as Ray Serve counts them; None: not known.
-        figures: Figures of its replicas together.
-        replicas: Its replicas, as far as they answer.
-        adapters: Its LoRA adapters.
+        detail: The reason for a state other than "ready", if known.
+        simulated: Profile of the simulated device; None: a real device.
+        ready_replicas: Ready replicas as counted by Ray Serve; None: unknown.
+        figures: Figures of all replicas together.
+        replicas: Replicas that answered.
+        adapters: LoRA adapters of the model.
     """
 
     id: str
@@ -138,12 +138,12 @@ class ModelFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantFigures:
-    """Usage of a tenant, of all models together, since their replicas started.
+    """Usage of a tenant over all models, since their replicas started.
 
     Attributes:
-        tenant: Its name; "other": all that have no line of their own.
-        calls: Calls that have ended.
-        prompt_tokens: Tokens in; `cached_tokens` of them were in the prefix cache.
+        tenant: Name of the tenant; "other": all tenants without their own entry.
+        calls: Ended calls.
+        prompt_tokens: Tokens in, including `cached_tokens` from the prefix cache.
         output_tokens: Tokens out.
         cost: Cost of the records of functions.
         tokens_per_s: Tokens in and out, per second; None: not known yet.
@@ -160,15 +160,15 @@ class TenantFigures:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Everything that is shown.
+    """All figures on display.
 
     Attributes:
         url: Address of the service.
         time: Time of the statistics, in ISO 8601.
-        interval_s: Seconds over which the rates are taken; None: there are none yet.
+        interval_s: Seconds over which the rates are computed; None: no rates yet.
         models: The models that the caller may see.
-        tenants: The tenants that the caller may see, those with the most tokens first.
-        batches: The service's entry about `/v1/batches`; None: there are none.
+        tenants: The tenants that the caller may see, in descending order of tokens.
+        batches: The service's entry about `/v1/batches`; None: no batches.
     """
 
     url: str
@@ -194,10 +194,10 @@ SUMMED = (
     "output_tokens_per_s",
     *OUTCOMES,
 )
-"""Figures of which a model has the sum of its replicas."""
+"""Figures that are summed over a model's replicas."""
 
 LARGEST = ("wait_p50_s", "wait_p99_s", "ttft_p50_s", "ttft_p99_s", "ttft_goal_s")
-"""Figures of which a model has the largest."""
+"""Figures of a model that are the largest of its replicas."""
 
 Entries = dict[str, ReplicaStats]
 """The replicas of a model in `/stats`, by id."""
@@ -209,9 +209,9 @@ class Poll:
 
     Attributes:
         at: Time of the answer, in seconds on the client's clock.
-        time: Time of day.
+        time: Date and time of the answer.
         stats: The answer to `/stats`.
-        health: The answer to `/health`; empty: it couldn't be read.
+        health: The answer to `/health`; empty if it couldn't be read.
     """
 
     at: float
@@ -227,7 +227,7 @@ def poll(client: Client, clock: Callable[[], float]) -> Poll:
         ServiceError: There is no service, it isn't saturate, or it refuses the key.
     """
     stats, health = client.stats(), ServiceHealth()
-    # A picture without the health lacks little.
+    # The picture is useful without the health.
     with suppress(ServiceError):
         health = client.health()
     return Poll(clock(), datetime.now(UTC), stats, health)
@@ -237,9 +237,9 @@ def view(url: str, now: Poll, before: Poll | None) -> View:
     """Return the figures of a service.
 
     Args:
-        url: Its address.
-        now: Its statistics.
-        before: Its statistics some time ago, for rates; None: there are no rates.
+        url: Address of the service.
+        now: Current statistics.
+        before: Earlier statistics, for rates; None: no rates.
     """
     seconds = now.at - before.at if before else 0.0
     growth = _Growth(seconds)
@@ -261,10 +261,10 @@ def view(url: str, now: Poll, before: Poll | None) -> View:
 
 
 class _Growth:
-    """Rates of counters. A replica that has only just come has none, and a counter never runs backwards.
+    """Rates of counters, at least 0. A replica without earlier statistics has no rates.
 
     Args:
-        seconds: Time between the two polls.
+        seconds: Seconds between the two polls.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -273,7 +273,7 @@ class _Growth:
     def per_s(
         self, entry: ReplicaStats, earlier: ReplicaStats | None, of: Callable[[ReplicaStats], float | None]
     ) -> float | None:
-        """Return the growth per second of a counter of a replica; None: it can't be known."""
+        """Return the growth per second of a replica's counter; None if unknown."""
         if earlier is None or self._seconds <= 0:
             return None
         last, first = of(entry), of(earlier)
@@ -299,7 +299,7 @@ def _state(health: ModelHealth, replicas: Sequence[ReplicaFigures], error: str) 
     if error and not replicas:
         return "error"
     if not replicas:
-        # Without a word about its health, a model without replicas is one that is scaled to zero.
+        # A model without replicas and without a known health is scaled to zero.
         return (health.state or "asleep") if health.state != "ready" else "starting"
     turns = {one.turn.state for one in replicas if one.turn}
     if any(one.turn is None for one in replicas) or turns & {"awake", "draining"}:
@@ -357,7 +357,7 @@ def _sum(parts: Sequence[Figures]) -> Figures:
         for name, count in part.waiting_by_tier.items():
             tiers[name] = tiers.get(name, 0) + count
     busy = known("busy")
-    # A replica without a bound makes the sum of the bounds meaningless.
+    # If a replica has no bound, the sum of the bounds is meaningless.
     bounded = all(part.max_running is not None for part in parts if part.running is not None)
     return Figures(
         **{name: added(name) for name in SUMMED},
@@ -390,7 +390,7 @@ class _Tenants:
                     self._rates[name] = self._rates.get(name, 0.0) + rate
 
     def sorted(self) -> list[TenantFigures]:
-        """Return the tenants, those with the most tokens per second and in all first."""
+        """Return the tenants in descending order of tokens per second, then of all tokens."""
         found = [
             TenantFigures(
                 tenant=name,
@@ -424,7 +424,7 @@ def _adapters(entries: Iterable[ReplicaStats]) -> list[AdapterFigures]:
 
 
 def _entries(report: ModelStats) -> Entries:
-    """Return the replicas of a model; one without an id is known by its place."""
+    """Return the replicas of a model by id, or by position without an id."""
     return {entry.replica or str(place): entry for place, entry in enumerate(report.replicas)}
 
 
@@ -438,7 +438,7 @@ def _prompt(entry: ReplicaStats) -> int | None:
 
 
 def _output(entry: ReplicaStats) -> int | None:
-    """Return the tokens out: as the engine counts them by step, or else as requests that ended had them."""
+    """Return the tokens out, counted by the engine per step, or else by ended requests."""
     if counted := _counted(entry):
         return counted.output
     return entry.window.output_tokens if entry.window else None
@@ -455,10 +455,10 @@ def _tokens(entry: ReplicaStats, tenant: str) -> int | None:
 
 
 def _by_tier(classes: dict[int, tuple[int, int]]) -> dict[str, int]:
-    """Return the waiting records by the name of their tier."""
+    """Return the number of waiting records by tier name."""
     found: dict[str, int] = {}
     for priority, (records, _) in classes.items():
-        # A priority of another version has no name here.
+        # A priority of another version may have no name here.
         with suppress(LookupError, ValueError):
             if records:
                 name = tier(priority)

@@ -1,4 +1,4 @@
-"""Serves a config in the foreground: check, start, progress, stop."""
+"""Serve a config in the foreground: check, start, progress, stop."""
 
 import os
 import sys
@@ -36,7 +36,7 @@ from serve_app.system.processes import adopt_orphans
 from serve_app.system.progress import Progress
 
 STOP_S = 60.0
-"""Seconds that Serve has to take applications down, beside those that answers may take."""
+"""Seconds for Serve to take applications down, in addition to the time for answers."""
 
 
 def launch(path: Path, *, verbose: bool, log_format: str | None = None) -> int:
@@ -45,7 +45,7 @@ def launch(path: Path, *, verbose: bool, log_format: str | None = None) -> int:
     Args:
         path: The config.
         verbose: Show the log of Ray, Serve and vLLM.
-        log_format: Print a line per request, as "json" or as "text"; None: print none.
+        log_format: Print a line per request, as "json" or as "text"; None: no lines.
 
     Raises:
         LaunchError: The config is wrong, its port is taken, or the service fails.
@@ -90,7 +90,7 @@ def launch(path: Path, *, verbose: bool, log_format: str | None = None) -> int:
                 service.run(patient=True)
         except LaunchError as error:
             failed = True
-            again = f", in a second try either: {_load()}" if isinstance(error, SlowStartError) else ""
+            again = f"; a second try failed too: {_load()}" if isinstance(error, SlowStartError) else ""
             raise type(error)(f"{error.message}{again}\nthe log: {place}") from None
         finally:
             if shown:
@@ -102,17 +102,17 @@ def launch(path: Path, *, verbose: bool, log_format: str | None = None) -> int:
 
 
 class _Service:
-    """A service that is started, perhaps a second time.
+    """A service that can be started again if its start is too slow.
 
     Args:
-        config: Its config, complete.
-        host: Address that it listens on.
-        port: Port that it listens on.
+        config: The complete config.
+        host: Address that the service listens on.
+        port: Port that the service listens on.
         log: File for the output of `serve run`.
         progress: Shows the stages.
-        signals: The signals that stop it.
-        requests: Prints the request lines; None: they aren't printed.
-        stop_s: Seconds that its applications have to stop.
+        signals: The signals that stop the service.
+        requests: Prints the request lines; None: don't print them.
+        stop_s: Seconds for the applications to stop.
     """
 
     def __init__(
@@ -139,11 +139,11 @@ class _Service:
         """Start the service, and serve until a signal comes.
 
         Args:
-            patient: Give it more time to start.
+            patient: Whether the service gets more time to start.
 
         Raises:
-            SlowStartError: Ray or Ray Serve did not start in time; nothing of it is left.
-            LaunchError: The service failed; nothing of it is left.
+            SlowStartError: Ray or Ray Serve did not start in time; all its processes have ended.
+            LaunchError: The service failed; all its processes have ended.
         """
         progress, signals = self._progress, self._signals
         begin = Path(self._log.name).stat().st_size
@@ -191,19 +191,19 @@ class _Service:
                 self._requests.stop()
 
     def _said(self, begin: int) -> str:
-        """Return the log from a place on."""
+        """Return the log from a byte offset on."""
         return Path(self._log.name).read_bytes()[begin:].decode(errors="replace")
 
 
 def _load() -> str:
-    """Return how busy the machine is."""
+    """Return a text about the load of the machine."""
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     text = f"load {load:.0f} on {cores} core{'s' if cores > 1 else ''}"
     return f"the machine is busy ({text})" if load > cores else text
 
 
 def _end_leftovers() -> list[RunningService]:
-    """End the processes of services whose launcher was killed; return the services that run."""
+    """End the processes of services whose launcher was killed; return the running services."""
     runs = find_runs()
     for run in runs:
         if not run.alive and (ended := run.end()):
@@ -215,7 +215,7 @@ def _end_leftovers() -> list[RunningService]:
 
 
 def _take_down(dashboard: Dashboard, signals: StopSignals, patience_s: float) -> None:
-    """Stop the applications, which `serve run` by itself would do without waiting for their answers."""
+    """Stop the applications and wait for their answers, unlike `serve run` itself."""
     if not dashboard.applications():
         return
     dashboard.take_down()

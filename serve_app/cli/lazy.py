@@ -1,4 +1,4 @@
-"""A group of click commands that are imported when they are used."""
+"""A group of click commands that are imported on use."""
 
 from collections.abc import Mapping
 from importlib import import_module
@@ -8,11 +8,11 @@ import click
 
 
 class LazyGroup(click.Group):
-    """A group that imports none of its commands to list, complete or explain them.
+    """A group that lists, completes and explains its commands without importing them.
 
     Args:
         places: By name, the place of each command (`module:attribute`) and its line in the help text.
-        attributes: Those of `click.Group`.
+        attributes: Arguments of `click.Group`.
     """
 
     def __init__(self, *, places: Mapping[str, tuple[str, str]], **attributes: Any) -> None:
@@ -27,12 +27,12 @@ class LazyGroup(click.Group):
 
 
 class LazyCommand(click.Command):
-    """Stands for a command until it is called.
+    """A placeholder for a command until it is called.
 
     Args:
-        name: Its name.
-        place: Where it is: `module:attribute`.
-        help: Its line in the help text of the group.
+        name: Name of the command.
+        place: Place of the command, as `module:attribute`.
+        help: Line in the help text of the group.
     """
 
     def __init__(self, name: str, place: str, help: str) -> None:
@@ -42,7 +42,7 @@ class LazyCommand(click.Command):
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        """Import the command; the context is one of its own."""
+        """Import the command and return its context."""
         module, _, attribute = self._place.partition(":")
         command: click.Command = getattr(import_module(module), attribute)
         return command.make_context(info_name, args, parent, **extra)

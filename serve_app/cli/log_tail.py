@@ -1,4 +1,4 @@
-"""Prints log files as they grow: the request logs of the Ingress replicas, and the log of a start."""
+"""Follow log files as they grow: the request logs of the Ingress replicas, and the log of a start."""
 
 import os
 import threading
@@ -6,21 +6,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 LOGS = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray/session_latest/logs/serve")
-"""Folder of Serve's logs, of the Ray that was started last on this machine."""
+"""Folder of Serve's logs in the latest Ray session on this machine."""
 
 REQUESTS = "requests_*.log*"
-"""The request logs of the Ingress replicas in that folder."""
+"""Names of the Ingress replicas' request logs in that folder."""
 
 EVERY_S = 0.5
-"""Seconds between two looks."""
+"""Seconds between two reads."""
 
 
 class LogLines:
-    """Follows log files in a folder, in a thread.
+    """A thread that follows log files in a folder.
 
     Args:
-        show: Called with each new line, its line end included.
-        folder: The folder; it may be made later.
+        show: Called with each new line, including its line end.
+        folder: The folder; it may be created later.
         pattern: Names of the files.
     """
 
@@ -37,14 +37,14 @@ class LogLines:
         self._thread.start()
 
     def stop(self) -> None:
-        """Show the last lines and end the thread; without effect before `start`."""
+        """Show the last lines and end the thread; before `start` this does nothing."""
         if self._thread.is_alive():
             self._stop.set()
             self._thread.join()
             self.look()
 
     def look(self) -> None:
-        """Show the lines that are new since the last look."""
+        """Show the lines that are new since the last read."""
         for path in sorted(self._folder.glob(self._pattern)):
             try:
                 with path.open("rb") as file:

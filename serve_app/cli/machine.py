@@ -1,4 +1,4 @@
-"""Facts of this machine: packages, programs, limits, space, memory, processes."""
+"""Facts about this machine: packages, programs, limits, space, memory, processes."""
 
 import importlib.metadata
 import importlib.util
@@ -21,9 +21,9 @@ class Process(NamedTuple):
     """A process.
 
     Attributes:
-        pid: Its id.
-        parent: Id of its parent.
-        name: Name of its program.
+        pid: Process id.
+        parent: Process id of the parent.
+        name: Name of the program.
     """
 
     pid: int
@@ -35,8 +35,8 @@ class Owned(NamedTuple):
     """Owner and permissions of a file or folder.
 
     Attributes:
-        mine: Whether it belongs to this user; a link never does.
-        mode: The permissions.
+        mine: Whether the file belongs to this user; False for a link.
+        mode: The permission bits.
     """
 
     mine: bool
@@ -56,14 +56,14 @@ class MachineFacts:
     # Packages and programs
 
     def version(self, package: str) -> str | None:
-        """Return the version of an installed package; None: there is none."""
+        """Return the version of a package; None if it is not installed."""
         try:
             return importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             return None
 
     def package_text(self, module: str, path: str) -> str | None:
-        """Return a text file of an installed package, without importing it; None: there is none.
+        """Return a text file of a package, without importing the package; None if the file doesn't exist.
 
         Args:
             module: The package's module.
@@ -73,7 +73,7 @@ class MachineFacts:
         return None if folder is None else self.read(folder / path)
 
     def has_byte_code(self, module: str) -> bool:
-        """Return whether the byte code of an installed package is on disk."""
+        """Return whether a package's byte code is on disk."""
         folder = self._folder(module)
         return (
             folder is not None
@@ -81,19 +81,19 @@ class MachineFacts:
         )
 
     def find_program(self, name: str) -> str | None:
-        """Return the path of a program; None: there is none."""
+        """Return the path of a program; None if it doesn't exist."""
         return shutil.which(name, path=self.environment.get("PATH"))
 
     # Files
 
     def read(self, path: Path) -> str | None:
-        """Return the text of a file; None: it can't be read."""
+        """Return the text of a file; None if it can't be read."""
         with suppress(OSError, UnicodeDecodeError):
             return path.read_text()
         return None
 
     def owned(self, path: Path) -> Owned | None:
-        """Return the owner and the permissions of a file or folder; None: it isn't there."""
+        """Return the owner and the permissions of a file or folder; None if it doesn't exist."""
         try:
             found = path.lstat()
             if link := stat.S_ISLNK(found.st_mode):
@@ -103,24 +103,24 @@ class MachineFacts:
         return Owned(found.st_uid == os.geteuid() and not link, stat.S_IMODE(found.st_mode))
 
     def space(self, path: Path) -> Space:
-        """Return the space of the file system of a folder, which needn't exist yet.
+        """Return the space of a folder's file system; the folder needn't exist yet.
 
         Raises:
-            OSError: It can't be read.
+            OSError: The space can't be read.
         """
         there = next(one for one in (path, *path.parents) if one.exists())
         total, _, free = shutil.disk_usage(there)
         return Space(total, free)
 
     def may_write(self, folder: Path) -> bool:
-        """Return whether this user may write into a folder, or make it."""
+        """Return whether this user may write to a folder, or create it."""
         there = next(one for one in (folder, *folder.parents) if one.exists())
         return os.access(there, os.W_OK | os.X_OK)
 
     # Limits
 
     def open_files(self) -> tuple[int, int]:
-        """Return the soft and the hard limit of open files; -1: there is none."""
+        """Return the soft and the hard limit of open files; -1: no limit."""
         return resource.getrlimit(resource.RLIMIT_NOFILE)
 
     def cores(self) -> float:
@@ -134,7 +134,7 @@ class MachineFacts:
     # Devices and processes
 
     def devices(self) -> Devices | None:
-        """Return what NVIDIA's driver tells; None: there is no driver.
+        """Return the report of NVIDIA's driver; None without a driver.
 
         Raises:
             DriverError: The driver fails.

@@ -9,19 +9,19 @@ COMMANDS = {
     "serve": ("serve_app.cli.serve:serve", "Serve a model, or the models of a config, until Ctrl-C."),
     "batch": ("serve_app.dataset.command:batch", "Send a dataset through a service."),
     "keys": ("serve_app.auth.command:keys", "Make and change API keys."),
-    "usage": ("serve_app.cli.usage:usage", "Sum up who used what."),
-    "top": ("serve_app.cli.top:top", "Show live what a service does."),
-    "doctor": ("serve_app.cli.doctor:doctor", "Check this machine, and say what to do."),
+    "usage": ("serve_app.cli.usage:usage", "Report usage by tenant, key or model."),
+    "top": ("serve_app.cli.top:top", "Show live figures of a service."),
+    "doctor": ("serve_app.cli.doctor:doctor", "Check this machine, and suggest fixes."),
     "plan": ("serve_app.cli.plan:plan", "Find the replicas and settings that hold latency goals."),
     "tune": (
         "serve_app.cli.tune:tune",
         "Find the highest load that holds latency goals, and settings for it.",
     ),
-    "profile": ("serve_app.cli.profile:profile", "Measure the profile of a device that runs."),
+    "profile": ("serve_app.cli.profile:profile", "Measure the profile of a running device."),
     "schema": ("serve_app.cli.schema:schema", "Print the JSON Schema of configs, for editors."),
-    "stop": ("serve_app.cli.stop:stop", "Stop the services that run on this machine."),
+    "stop": ("serve_app.cli.stop:stop", "Stop the services on this machine."),
 }
-"""Place of each subcommand, and its line in the help text."""
+"""Place and help line of each subcommand."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Values of options that are more than words and numbers."""
+"""Parsers of option values beyond words and numbers."""
 
 import re
 from collections.abc import Callable
@@ -14,7 +14,7 @@ UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 
 def parsed(parse: Callable[[str], ValueT]) -> Callable[..., ValueT | None]:
-    """Return the callback of an option whose text is parsed."""
+    """Return the callback of an option that parses its text."""
 
     def callback(context: click.Context, parameter: click.Parameter, value: str | None) -> ValueT | None:
         try:
@@ -26,20 +26,20 @@ def parsed(parse: Callable[[str], ValueT]) -> Callable[..., ValueT | None]:
 
 
 def check_folder(option: str, file: Path | None) -> None:
-    """Check, before the work, that there is a folder for the file of an option.
+    """Check, before the work starts, that the folder of an option's file exists.
 
     Raises:
-        click.UsageError: There is none.
+        click.UsageError: The folder doesn't exist.
     """
     if file is not None and not file.absolute().parent.is_dir():
         raise click.UsageError(f"{option} {file}: there is no folder {file.parent}")
 
 
 def parse_time(text: str) -> datetime:
-    """Return the time that a text states, in UTC: so long ago, or a date.
+    """Return a time in UTC from a text: a duration before now, or a date.
 
     Raises:
-        ValueError: It states none.
+        ValueError: The text is neither.
     """
     try:
         if match := re.fullmatch(r"(\d{1,6})([mhdw])", text):
@@ -47,5 +47,5 @@ def parse_time(text: str) -> datetime:
         found = datetime.fromisoformat(text)
         return found.astimezone(UTC) if found.tzinfo else found.replace(tzinfo=UTC)
     except (ValueError, OverflowError):
-        message = f"{text!r} is no time; write 90m, 24h, 7d, 4w, or 2026-11-01, or 2026-11-01T12:00"
+        message = f"{text!r} is not a time; write 90m, 24h, 7d, 4w, or 2026-11-01, or 2026-11-01T12:00"
         raise ValueError(message) from None

@@ -1,4 +1,4 @@
-"""Picture of a service's figures for a terminal."""
+"""Display of a service's figures on a terminal."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from rich.text import Text
 from serve_app.cli.figures import Figures, ModelFigures, ReplicaFigures, TenantFigures, View
 
 MOST_REPLICAS, MOST_TENANTS, MOST_ADAPTERS = 16, 10, 8
-"""Most lines of each kind; the JSON has all of them."""
+"""Most displayed replicas, tenants and adapters; the JSON has all."""
 
 NOTHING = "-"
 
 STYLES = {"ready": "green", "awake": "green", "error": "bold red", "failed": "bold red", "asleep": "dim"}
-"""Colours of states; the others are yellow."""
+"""Colours of states; all other states are yellow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,9 @@ class Column:
     """A column of the models' table.
 
     Attributes:
-        head: Its head.
-        cell: Returns its text.
-        rank: Its importance: where the terminal is too narrow, columns with the highest rank go first.
+        head: Head of the column.
+        cell: Returns the text of a cell.
+        rank: Order of removal: a terminal that is too narrow drops the column with the highest rank first.
     """
 
     head: str
@@ -53,11 +53,11 @@ COLUMNS = (
 
 
 def picture(view: View, console: Console, note: str = "") -> RenderableType:
-    """Return the picture.
+    """Return the display of the figures.
 
     Args:
         view: The figures.
-        console: Its width decides on the columns.
+        console: The terminal, whose width limits the columns.
         note: A message about the current state; may be empty.
     """
     parts: list[RenderableType] = [_head(view)]
@@ -87,7 +87,7 @@ def _head(view: View) -> Text:
 
 
 def _models(models: Sequence[ModelFigures], console: Console) -> Table:
-    """Return the table of the models, with as many columns as there is space for."""
+    """Return the table of the models, with as many columns as fit."""
     columns = [
         column
         for column in COLUMNS
@@ -118,7 +118,7 @@ def _models_table(models: Sequence[ModelFigures], columns: Sequence[Column]) -> 
 
 
 def _is_detailed(model: ModelFigures) -> bool:
-    """Return whether the replicas of a model have lines of their own: one alone says nothing new."""
+    """Return whether to show a line per replica, which adds nothing for a single ordinary replica."""
     return len(model.replicas) > 1 or any(not one.statistics or one.turn for one in model.replicas)
 
 
@@ -202,18 +202,18 @@ def _table(*heads: str) -> Table:
 
 
 def _fits(table: Table, console: Console) -> bool:
-    # The measured maximum is that of the console at most.
+    # Without a larger width, the measured maximum would never exceed the console's width.
     options = console.options.update(max_width=10_000)
     return Measurement.get(console, options, table).maximum <= console.width
 
 
 def plain(text: str) -> str:
-    """Return a text without the characters that control a terminal."""
+    """Replace unprintable characters, which could control the terminal, by spaces."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def count(value: int | None) -> str:
-    """Return a count with four digits at most: 950, 1.2k, 131k, 4.1M."""
+    """Return a count in short form: 950, 1.2k, 131k, 4.1M."""
     if value is None:
         return NOTHING
     size, letters = float(value), iter(("", "k", "M", "G", "T"))
@@ -231,7 +231,7 @@ def rate(value: float | None) -> str:
 
 
 def share(value: float | None) -> str:
-    """Return a share as percents."""
+    """Return a share as a percentage."""
     return NOTHING if value is None else f"{value:.0%}"
 
 

@@ -18,7 +18,7 @@ from serve_app.ingress.haproxy import LEAST_CONNECTIONS, open_files
 from serve_app.system.private_files import close_to_others, new_private_file, token_file
 
 OPEN_FILES = open_files(LEAST_CONNECTIONS)
-"""Open files that HAProxy asks for at its start at least; with more, it has more connections."""
+"""Least open files that HAProxy needs to start; more open files allow more connections."""
 
 
 def check_port(host: str, port: int, runs: list[RunningService]) -> None:
@@ -30,7 +30,7 @@ def check_port(host: str, port: int, runs: list[RunningService]) -> None:
         runs: The services of this machine, for the message.
 
     Raises:
-        LaunchError: It can't.
+        LaunchError: The port can't be used.
     """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -40,7 +40,7 @@ def check_port(host: str, port: int, runs: list[RunningService]) -> None:
             for run in runs:
                 if run.port == port:
                     raise LaunchError(
-                        f"a saturate serves on port {port} already (pid {run.launcher}); "
+                        f"saturate already serves on port {port} (pid {run.launcher}); "
                         f"`saturate stop --port {port}` stops it"
                     ) from None
             raise LaunchError(
@@ -50,13 +50,13 @@ def check_port(host: str, port: int, runs: list[RunningService]) -> None:
 
 
 def prepare_haproxy(environment: Mapping[str, str]) -> None:
-    """Give HAProxy its open files, and a folder for its sockets.
+    """Raise the limit of open files for HAProxy, and create the folders of its sockets.
 
     Args:
         environment: Environment of the controller.
 
     Raises:
-        LaunchError: One of them can't be had.
+        LaunchError: The limit can't be raised, or a folder can't be created.
     """
     allow_open_files(haproxy.connections(environment, allowed=-1))
     try:
@@ -69,13 +69,13 @@ def prepare_haproxy(environment: Mapping[str, str]) -> None:
 
 
 def allow_open_files(connections: int) -> None:
-    """Raise the limit of open files to what HAProxy takes, which ends at once with less than `OPEN_FILES`.
+    """Raise the limit of open files for HAProxy, which exits at once with less than `OPEN_FILES`.
 
     Args:
-        connections: Connections that HAProxy is to have.
+        connections: Connections of HAProxy.
 
     Raises:
-        LaunchError: This process may not raise it.
+        LaunchError: HAProxy needs a higher limit than this process may set.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = open_files(connections)
@@ -84,7 +84,7 @@ def allow_open_files(connections: int) -> None:
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, wanted))
         return
-    # HAProxy lowers its connections to what is allowed, down to a number.
+    # HAProxy can run with fewer connections, down to `LEAST_CONNECTIONS`.
     if hard < (least := min(OPEN_FILES, wanted)):
         raise LaunchError(
             f"HAProxy needs {least:,} open files, and {hard:,} are allowed here; raise the limit "
@@ -94,9 +94,9 @@ def allow_open_files(connections: int) -> None:
 
 
 def forget_dead_cluster() -> None:
-    """Remove Ray's note of a cluster on this machine that is gone.
+    """Remove Ray's address file if its cluster is gone.
 
-    A killed `ray start` leaves the note, and Ray would try for minutes to reach that cluster.
+    A killed `ray start` leaves the file, and Ray would try for minutes to reach that cluster.
     """
     if "RAY_ADDRESS" in os.environ or not (address := read_ray_address()):
         return
@@ -108,20 +108,20 @@ def forget_dead_cluster() -> None:
 
 
 def starts_ray() -> bool:
-    """Return whether `serve run` will start a Ray of its own, rather than connect to one that runs."""
+    """Return whether `serve run` will start its own Ray, rather than connect to a running Ray."""
     address = os.environ.get("RAY_ADDRESS") or read_ray_address() or "local"
     return address == "local"
 
 
 def keep_token_private(environment: Mapping[str, str] = os.environ, home: Path | None = None) -> None:
-    """Make the file of Ray's token before Ray does, which lets every user of this machine read it.
+    """Create the file of Ray's token before Ray creates a file that all users of this machine can read.
 
     Args:
         environment: Environment variables.
-        home: The home directory; None: that of this user.
+        home: The home directory; None: this user's home.
 
     Raises:
-        LaunchError: That failed.
+        LaunchError: The file can't be created or made private.
     """
     file = token_file(environment, home)
     theirs = any(environment.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
@@ -134,5 +134,5 @@ def keep_token_private(environment: Mapping[str, str] = os.environ, home: Path |
         close_to_others(file)
     except OSError as error:
         raise LaunchError(
-            f"{file}, the token of Ray, must be readable by this user alone: {error.strerror}"
+            f"{file}, Ray's token, must be readable by this user only: {error.strerror}"
         ) from None

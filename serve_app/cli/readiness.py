@@ -1,4 +1,4 @@
-"""Wait for a service that starts: until it is ready, or until it fails, and why."""
+"""Wait until a starting service is ready, or explain why it failed."""
 
 import itertools
 import re
@@ -18,10 +18,10 @@ from serve_app.stats import ServiceHealth
 from serve_app.system.progress import Progress
 
 HEALTH_S = 5.0
-"""Seconds that the service has to say how it is, on a busy machine."""
+"""Timeout for an answer to `/health` on a busy machine, in seconds."""
 
 MOST_SHOWN = 500
-"""Characters of an error in the log that are shown."""
+"""Most characters shown of an error in the log."""
 
 SLOW = (
     (
@@ -36,10 +36,10 @@ SLOW = (
         "Ray Serve ended its proxy, which did not answer in time",
     ),
 )
-"""Errors in the log of `serve run` that a busy machine causes, and their lines for its user."""
+"""Errors in the log of `serve run` that a busy machine causes, with their messages for the user."""
 
 SLOW_ENDS = r"(?i)timed out|time-?out ?error|deadline.exceeded|failed to connect to gcs|no node info found"
-"""Last errors that a busy machine causes."""
+"""Last error lines that a busy machine causes."""
 
 
 def wait_ready(
@@ -54,16 +54,16 @@ def wait_ready(
     """Wait until a service is ready.
 
     Args:
-        serve: The process of `serve run`, or the one that supervises it.
+        serve: The process of `serve run`, or its supervisor.
         url: Address of the service.
-        dashboard: Its dashboard.
+        dashboard: The service's dashboard.
         progress: Shows the stages.
-        signals: End the wait.
+        signals: Signals that end the wait.
         log: Returns the log of this start.
-        limits: The limits of Ray's processes for their start, by their environment variables.
+        limits: Start limits of Ray's processes in seconds, by environment variable.
 
     Returns:
-        Whether the service is ready; False if it was told to stop before.
+        True when the service is ready; False if a signal came first.
 
     Raises:
         SlowStartError: Ray or Ray Serve did not start in time.
@@ -76,7 +76,7 @@ def wait_ready(
         for name, app in apps.items():
             if app["status"] == "DEPLOY_FAILED":
                 raise LaunchError(f"the application {name!r} could not start: {_cause(app)}")
-        # Before the Ingress answers, HAProxy does, with an error.
+        # Before the Ingress is up, HAProxy answers with an error.
         if models := health.models:
             progress.show("; ".join(f"{name}: {health.model(name).state}" for name in models))
         else:
@@ -87,14 +87,14 @@ def wait_ready(
 
 
 def last_error(log: str) -> str:
-    """Return the error at the end of a log, in one line and without its stack trace; empty: there is none."""
+    """Return the error at the end of a log on one line, without its stack trace; empty without an error."""
     # Ray colours its lines.
     lines = re.sub(r"\x1b\[[0-9;]*m", "", log).strip().splitlines()
     frames = [number for number, line in enumerate(lines) if line.lstrip().startswith('File "')]
     rest: Iterator[str]
     if frames:
         rest = itertools.dropwhile(lambda line: line.startswith("    "), lines[frames[-1] + 1 :])
-        # HAProxy's own lines follow: its version first, the reason behind "[ALERT]".
+        # HAProxy's own lines follow: its version first, then the reason after "[ALERT]".
         first, *more = [*rest] or [""]
         alerts = [line.partition(":")[2].strip() for line in more if line.startswith("[ALERT]")]
         rest = iter([": ".join([first.partition("[NOTICE]")[0].rstrip(" :"), *alerts])])
@@ -104,12 +104,12 @@ def last_error(log: str) -> str:
 
 
 def _failure(log: str, code: int, limits: Mapping[str, str]) -> LaunchError:
-    """Return the error of a `serve run` that has ended before the service was ready.
+    """Return the error for a `serve run` that ended before the service was ready.
 
     Args:
-        log: Its log.
-        code: Its exit code.
-        limits: The limits of Ray's processes for their start.
+        log: Log of `serve run`.
+        code: Exit code of `serve run`.
+        limits: Start limits of Ray's processes in seconds, by environment variable.
     """
     for pattern, message in SLOW:
         if found := re.search(pattern, log):
@@ -121,7 +121,7 @@ def _failure(log: str, code: int, limits: Mapping[str, str]) -> LaunchError:
 
 
 def _cause(app: JSON) -> str:
-    """Return the reason why an application failed: that of its deployments, or else Serve's own."""
+    """Return the reason why an application failed: messages of its deployments, or else its own message."""
     causes = [
         f"{name}: {_without_trace(deployment['message'])}"
         for name, deployment in app.get("deployments", {}).items()
@@ -131,7 +131,7 @@ def _cause(app: JSON) -> str:
 
 
 def _without_trace(message: str) -> str:
-    """Return the last error of a message; Ray's logs have its stack trace."""
+    """Return the last error of a message, without the stack trace, which is in Ray's logs."""
     lines = message.strip().splitlines()
     frames = [number for number, line in enumerate(lines) if line.lstrip().startswith('File "')]
     after = lines[frames[-1] + 1 :] if frames else lines
@@ -139,7 +139,7 @@ def _without_trace(message: str) -> str:
 
 
 def _health(url: str) -> ServiceHealth:
-    """Return the service's report of its health; empty while it can't be reached."""
+    """Return the service's health report; empty while the service can't be reached."""
     # Another program may answer on this port.
     with suppress(ServiceError), Client(url, timeout=httpx.Timeout(HEALTH_S)) as client:
         return client.health()

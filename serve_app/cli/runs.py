@@ -1,4 +1,4 @@
-"""Services that `saturate serve` has started on this machine, found by a mark in their environment."""
+"""Services that `saturate serve` started on this machine, found by a mark in their environment."""
 
 import os
 import signal
@@ -11,20 +11,20 @@ import psutil
 from serve_app.system.processes import descendants, end_all, start_time
 
 MARK = "SATURATE_RUN"
-"""Environment variable that all processes of a service inherit, down to HAProxy and the engines."""
+"""Environment variable with the mark, inherited by all processes of a service, also HAProxy and engines."""
 
 GRACE_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class RunningService:
-    """One service.
+    """A service on this machine.
 
     Attributes:
-        port: Port that it listens on.
+        port: Port that the service listens on.
         launcher: Process id of its `saturate serve`.
-        started: Start time of that process, in clock ticks since boot; the kernel reuses ids.
-        namespace: Namespace of the process id: another container's process 1 is another process.
+        started: Start time of that process, in clock ticks since boot, since the kernel reuses ids.
+        namespace: Namespace of the process id, since another container may have the same ids.
     """
 
     port: int
@@ -39,26 +39,26 @@ class RunningService:
 
     @property
     def alive(self) -> bool:
-        """True if its launcher runs."""
+        """Whether the launcher runs."""
         return start_time(self.launcher) == self.started
 
     def processes(self) -> list[int]:
-        """Return the ids of its living processes, without the launcher."""
+        """Return the ids of the service's live processes, without the launcher."""
         marked = [pid for pid, mark in _marks().items() if mark == self.mark]
-        # Some processes of Ray have written their title over their environment.
+        # Some processes of Ray overwrite their environment with their title.
         found = [*dict.fromkeys([*marked, *descendants(*marked)])] if marked else []
-        # A process of the service may have started this one, which mustn't end itself.
+        # This process must not end itself, even if a process of the service started it.
         return [pid for pid in found if pid != os.getpid()]
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to its launcher, if it runs."""
+        """Send a signal to the launcher if it runs."""
         if self.alive:
-            # It may end at this moment.
+            # The launcher may have ended.
             with suppress(ProcessLookupError):
                 os.kill(self.launcher, number)
 
     def end(self) -> list[int]:
-        """End its processes, of a launcher that is dead; return their ids."""
+        """End the processes left behind by a dead launcher; return their ids."""
         return end_all(self.processes, GRACE_S)
 
 
@@ -68,7 +68,7 @@ def this_run(port: int) -> RunningService:
 
 
 def find_runs() -> list[RunningService]:
-    """Return the services of this user and this process namespace that have a living process."""
+    """Return the services of this user and this process namespace with a live process."""
     runs = []
     for mark in set(_marks().values()):
         try:
@@ -88,7 +88,7 @@ def _marks() -> dict[int, str]:
         uids = process.info["uids"]
         if uids and uids.effective == os.geteuid() and (mark := found.get(MARK)):
             marks[process.pid] = mark
-    # This process has a mark of its own if a service has started it.
+    # This process has a mark too if a service started it.
     marks.pop(os.getpid(), None)
     return marks
 

@@ -11,11 +11,11 @@ from serve_app.settings.json_schema import config_schema
 def schema() -> None:
     """Print the JSON Schema of configs, for editors and other checkers.
 
-    It is Ray Serve's own schema of a config, with all settings of this project: their types, defaults and
-    descriptions. The rules between settings are checked by `saturate serve CONFIG --print-config`.
+    The schema extends Ray Serve's schema of a config with the types, defaults and descriptions of all
+    settings of this project. `saturate serve CONFIG --print-config` checks the rules between settings.
 
     \b
-    Example, for editors with the YAML language server: the first line of the config names the file.
+    Example, for editors with the YAML language server: the first line of the config names the schema.
       saturate schema > schema.json
       # yaml-language-server: $schema=schema.json
     """

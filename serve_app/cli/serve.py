@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from serve_app.models.overrides import Override
 
 DEMO = Path(__file__).parents[2] / "configs/local.yaml"
-"""The demo config; a checkout has it, an installed package doesn't."""
+"""The demo config; it exists in a checkout, not in an installed package."""
 
 
 class Target(NamedTuple):
     """The model or config to serve, with options of `vllm serve`.
 
     Attributes:
-        name: The argument: a config, a directory, a Hugging Face id or "demo"; None: there is none.
-        overrides: Options of `vllm serve` that were given.
-        words: The words that these were read from.
+        name: The argument: a config, a directory, a Hugging Face id or "demo"; None: no argument.
+        overrides: The given options of `vllm serve`.
+        words: The words from which name and overrides were parsed.
     """
 
     name: str | None
@@ -34,14 +34,14 @@ class Target(NamedTuple):
 
 
 def read_target(context: click.Context, parameter: click.Parameter, words: Sequence[str]) -> Target:
-    """Return what is served, from all words that are no options of this command."""
+    """Parse all words that are not options of this command."""
     if context.resilient_parsing:
         return Target(None)
     if not any(word.startswith("-") for word in words):
         names: Sequence[str] = words
         overrides: list[Override] = []
     else:
-        # The names of vLLM's options are read from its files, which takes a moment.
+        # Reading the names of vLLM's options from its source takes a moment.
         from serve_app.models.errors import OptionError
         from serve_app.models.overrides import read_options
 
@@ -61,7 +61,7 @@ def read_target(context: click.Context, parameter: click.Parameter, words: Seque
 def read_settings(
     context: click.Context, parameter: click.Parameter, settings: Sequence[str]
 ) -> "tuple[tuple[str, Override], ...]":
-    """Return the values of `--set`, each with its text."""
+    """Return the texts and values of `--set`."""
     if not settings or context.resilient_parsing:
         return ()
     from serve_app.models.errors import OptionError
@@ -94,16 +94,16 @@ def read_settings(
 @click.option(
     "--print-config",
     is_flag=True,
-    help="Print the complete config, with comments, and end. That of a MODEL is for your repository: "
-    "`saturate serve FILE.yaml` does the same without choosing again. A CONFIG gets the environment "
-    "variables that it leaves out, for `serve run`, `serve deploy` and KubeRay.",
+    help="Print the complete config, with comments, and exit. Keep the config of a MODEL in your repository: "
+    "`saturate serve FILE.yaml` serves it with the same settings. A CONFIG gets its missing environment "
+    "variables, for `serve run`, `serve deploy` and KubeRay.",
 )
 @click.option("--verbose", is_flag=True, help="Show the log of Ray, Serve and vLLM too.")
 @click.option(
     "--log-format",
     type=click.Choice(["json", "text"]),
-    help="Print a line per request: json for programs, text for people. Takes the place of "
-    "telemetry.request_log in the config.",
+    help="Print a line per request: json for programs, text for people. Overrides telemetry.request_log in "
+    "the config.",
 )
 def serve(
     target: Target,
@@ -116,11 +116,11 @@ def serve(
 
     MODEL is a Hugging Face id, a directory with config.json and *.safetensors, or `demo`, a small model that
     needs no GPU and no download. The command finds the devices of this machine, reads the size of the model,
-    chooses the settings, says them with their reasons, and starts. It refuses a model that doesn't fit before
-    any download, with the sums and with what would fit.
+    chooses the settings, prints them with their reasons, and starts. It refuses a model that doesn't fit
+    before any download, with the memory sums and with alternatives that fit.
 
-    CONFIG is a config of Ray Serve, a .yaml file, for everything beyond: several models, a cluster, scaling.
-    Without an argument the demo is served.
+    CONFIG is a config of Ray Serve, a .yaml file, for several models, a cluster or scaling. Without an
+    argument the command serves the demo.
 
     \b
     How to choose:
@@ -137,14 +137,15 @@ def serve(
       a cluster              saturate serve config.yaml --print-config > complete.yaml,
                              serve deploy complete.yaml
 
-    Any option of `vllm serve` is taken as vLLM spells it (--max-model-len 8k, -tp 2, --enforce-eager,
-    --speculative-config.model NAME). It goes to the engine, or becomes a setting of this service
-    (--served-model-name, --lora-modules, --allowed-origins), or is refused with the setting that does it.
-    Exit codes: 0 stopped; 1 the service failed, or something else has its port; 2 the command, the config or
-    the model is wrong, and nothing was started.
+    The command accepts any option of `vllm serve` in vLLM's spelling (--max-model-len 8k, -tp 2,
+    --enforce-eager, --speculative-config.model NAME). An option goes to the engine, becomes a setting of this
+    service (--served-model-name, --lora-modules, --allowed-origins), or is refused with the setting to use
+    instead.
+    Exit codes: 0 stopped; 1 the service failed, or its port is in use; 2 the command, the config or the model
+    is wrong, and nothing was started.
 
-    The service stays in the foreground. To stop, it lets requests in flight finish; a second Ctrl-C cuts them
-    off. However it ends, no process of it is left: neither after a closed terminal nor after SIGKILL.
+    The service stays in the foreground. To stop, it finishes the requests in flight; a second Ctrl-C cancels
+    them. All its processes end with it, even after a closed terminal or SIGKILL.
 
     \b
     Examples:
@@ -153,7 +154,7 @@ def serve(
       saturate serve ./my-model --set sampling.max_tokens=1024 --print-config
       saturate serve configs/qwen2.5-7b-l4.yaml --log-format text
     """
-    # Ray takes a second to import: `--help` and completion do without it.
+    # An import of Ray takes a second; `--help` and completion don't need it.
     from serve_app.cli.launch import launch
     from serve_app.models.source import is_config
 
@@ -164,8 +165,8 @@ def serve(
     if is_config(name):
         if overrides:
             raise click.UsageError(
-                f"{name} is a config: change its values there; --set and options of `vllm serve` are for a "
-                "model"
+                f"{name} is a config: change its values in the file; --set and options of `vllm serve` are "
+                "for a model"
             )
         if print_config:
             sys.stdout.write(_complete_text(name))
@@ -186,11 +187,11 @@ def serve(
 
 
 MODELINE = "# yaml-language-server:"
-"""Beginning of a line that tells editors the schema of a file."""
+"""Beginning of a line that names the schema of a file for editors."""
 
 
 def _complete_text(name: str) -> str:
-    """Return a config with what it leaves out, for Ray Serve's own commands and KubeRay.
+    """Return a config with its missing variables, for Ray Serve's own commands and KubeRay.
 
     Raises:
         ConfigError: The config is wrong.
@@ -201,10 +202,10 @@ def _complete_text(name: str) -> str:
     path = Path(name)
     read_config(path)
     lines = path.read_text().splitlines(keepends=True)
-    # The path of the schema is that of an editor with the config; the copy may stand elsewhere.
+    # The path of the schema is relative to the config; the copy may be in another folder.
     text = "".join(line for line in lines if not line.startswith(MODELINE))
     return (
-        "# For `serve run`, `serve deploy` and KubeRay: a config with all that `saturate serve` adds to it.\n"
+        "# For `serve run`, `serve deploy` and KubeRay: a config with the additions of `saturate serve`.\n"
         "# Change the config, not this file, and print it anew:\n"
         f"#   saturate serve {shlex.quote(name)} --print-config\n\n"
         f"{completed(text)}"
@@ -217,7 +218,7 @@ def _generate(name: str, overrides: "Sequence[Override]", words: Sequence[str]) 
     Raises:
         ConfigError: The model can't be served here.
         LaunchError: The hub can't be reached.
-        click.UsageError: A value that was set is wrong.
+        click.UsageError: A value set by the user is wrong.
     """
     from serve_app.models.devices import find_machine
     from serve_app.models.errors import ModelError, OptionError

@@ -1,4 +1,4 @@
-"""The Serve config of a service: reading, checking, changing."""
+"""Read, check and change the Serve config of a service."""
 
 import math
 import os
@@ -25,15 +25,15 @@ from serve_app.system.yaml_text import load, updated_or_new
 
 
 def read_config(path: Path) -> ServeDeploySchema:
-    """Read a Serve config, complete it and check it, with the args of this project's applications in it.
+    """Read, complete and check a Serve config, including the args of this project's applications.
 
     Raises:
-        ConfigError: It can't be read, or a value in it is wrong.
+        ConfigError: The file can't be read, or a value in it is wrong.
     """
     try:
         content = load(path.read_text())
         config = ServeDeploySchema.model_validate(content)
-        # Serve itself ignores unknown keys, and with them typos.
+        # Serve itself ignores unknown keys, and so typos.
         if unknown := sorted(set(content) - set(ServeDeploySchema.model_fields)):
             known = suggestion(unknown[0], ServeDeploySchema.model_fields, few="allowed here:")
             raise ValueError(f"{unknown[0]}: unknown key{known}")
@@ -66,10 +66,10 @@ def read_config(path: Path) -> ServeDeploySchema:
 
 
 def _check_gpus(app: ServeApplicationSchema, model: LLMSettings) -> None:
-    """Check that Ray reserves a GPU for each process of a replica of a model.
+    """Check that Ray reserves a GPU for each process of a model's replica.
 
     Raises:
-        ValueError: It reserves another number.
+        ValueError: The number of GPUs and the number of processes differ.
     """
     engine = model.engine
     sizes = {
@@ -82,7 +82,7 @@ def _check_gpus(app: ServeApplicationSchema, model: LLMSettings) -> None:
         options = deployment.ray_actor_options
         if deployment.name != engine_name(model.id) or not isinstance(options, RayActorOptionsSchema):
             continue
-        # On a CPU there are none to reserve, and a simulated device has one process.
+        # A CPU replica reserves no GPUs, and a simulated device has one process.
         if sizes and model.simulate is None and options.num_gpus and options.num_gpus != gpus:
             stated = " and ".join(f"{name} {size}" for name, size in sizes.items())
             raise ValueError(
@@ -92,7 +92,7 @@ def _check_gpus(app: ServeApplicationSchema, model: LLMSettings) -> None:
 
 
 def answer_s(config: ServeDeploySchema) -> float:
-    """Return the seconds that an answer may take while its replica stops."""
+    """Return the most seconds for an answer while its replica stops."""
     limits = (_environment(app).get(HARD_STOP.name, HARD_STOP.value) for app in config.applications)
     return max(map(float, limits), default=float(HARD_STOP.value))
 
@@ -105,7 +105,7 @@ def controller_environment(config: ServeDeploySchema) -> Mapping[str, str]:
 
 
 def asks_for_keys(config: ServeDeploySchema) -> bool:
-    """Return whether each application of a config has `access`, and so asks for API keys."""
+    """Return whether every application of a config has `access`, and so requires API keys."""
     return all(app.import_path == IMPORT_PATH and app.args.get("access") for app in config.applications)
 
 

@@ -1,4 +1,4 @@
-"""The process of `serve run`, under a supervisor that leaves none of its descendants behind."""
+"""The process of `serve run`, under a supervisor that ends all its descendants."""
 
 import os
 import subprocess
@@ -13,10 +13,10 @@ from serve_app.settings.environment import PATIENCE, PROXY_START_S, RAY_START_LI
 from serve_app.system.processes import KILL_S, end_descendants
 
 OWN_RAY_S, SHARED_RAY_S = 0.3, 10.0
-"""Seconds that `serve run` has to stop after SIGINT, with a Ray of its own or one that others use too.
+"""Seconds for `serve run` to stop after SIGINT, with its own Ray or with a shared Ray.
 
-In a shared Ray it takes the applications down. Its own Ray it would stop one process after the other, in
-three seconds; they are ended together instead.
+In a shared Ray it takes the applications down. It would stop its own Ray process by process, which takes
+three seconds; instead the supervisor ends all processes together.
 """
 
 
@@ -25,14 +25,14 @@ class ServeRun:
 
     Args:
         config: Path of the config.
-        log: File for its output.
-        own_ray: Whether it starts a Ray of its own.
-        environment: Environment variables, beside those of this process.
-        patient: Whether it gets more time to start: an earlier try was too slow.
+        log: File for the output.
+        own_ray: Whether `serve run` starts its own Ray.
+        environment: Environment variables in addition to this process's variables.
+        patient: Whether to allow more time for the start, after a try that was too slow.
 
     Attributes:
         process: The process of the supervisor.
-        limits: The limits of Ray's processes for their start, by their environment variables.
+        limits: Start limits of Ray's processes in seconds, by environment variable.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class ServeRun:
             command = [sys.executable, "-m", "serve_app.system.patient_serve", str(PROXY_START_S), *command]
         self.process = subprocess.Popen(
             [*supervisor, *command],
-            # It closes when this process ends, of whatever cause.
+            # The pipe closes when this process ends for any reason.
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
-            # Ray gives its workers, and so the engine, a lower priority than other processes unless told.
+            # By default Ray gives its workers, and so the engine, a lower priority than other processes.
             env={
                 "RAY_USAGE_STATS_ENABLED": "0",
                 "RAY_worker_niceness": "0",
@@ -66,15 +66,15 @@ class ServeRun:
                 **self.limits,
                 **environment,
             },
-            # A session of its own: Ctrl-C reaches only this process, which stops the service in order.
+            # In a new session Ctrl-C reaches only this process, which stops the service gracefully.
             start_new_session=True,
         )
 
     def end(self) -> None:
-        """End it and all processes that it has started."""
+        """End `serve run` and all its descendants."""
         assert self.process.stdin
         self.process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(self._interrupt_s + GRACE_S + KILL_S + 1.0)
-        # None are left unless the supervisor was killed; then this process has adopted them.
+        # If the supervisor was killed, this process has adopted the remaining processes.
         end_descendants(GRACE_S)

@@ -9,21 +9,21 @@ from serve_app.cli.runs import RunningService, find_runs
 from serve_app.system.progress import Progress
 
 NOW_S = 15.0
-"""Seconds after which `--now` kills a launcher that doesn't end."""
+"""Seconds after which `--now` kills a launcher that still runs."""
 
 
 @click.command()
 @click.option("--port", type=int, metavar="N", help="Stop the service on this port only.")
 @click.option("--all", "every", is_flag=True, help="Stop all services, if several run.")
-@click.option("--now", is_flag=True, help="Cut off the requests in flight instead of finishing them first.")
+@click.option("--now", is_flag=True, help="Cancel the requests in flight instead of finishing them.")
 def stop(port: int | None, every: bool, now: bool) -> int:
     """Stop the services that `saturate serve` runs on this machine.
 
-    Each one finishes its requests in flight first. The command returns when all processes of the service are
-    gone, those that a killed launcher has left behind too. It finds the services of this user by a mark in
-    the environment of their processes.
+    Each service finishes its requests in flight first. The command returns when all processes of the services
+    have ended, including processes left behind by a killed launcher. It finds the services of this user by a
+    mark in the environment of their processes.
 
-    Exit codes: 0 nothing runs any more, also if nothing ran before; 2 the command is wrong.
+    Exit codes: 0 no service runs any more, or none ran; 2 the command is wrong.
 
     \b
     Examples:
@@ -35,7 +35,7 @@ def stop(port: int | None, every: bool, now: bool) -> int:
     living = [run for run in runs if run.alive]
     if len(living) > 1 and not every and port is None:
         places = ", ".join(f"port {run.port} (pid {run.launcher})" for run in living)
-        raise click.UsageError(f"several services run: {places}; take --port or --all")
+        raise click.UsageError(f"several services run: {places}; use --port or --all")
     if not runs:
         print(f"No service runs on port {port}" if port is not None else "No service runs")
     progress = Progress()
@@ -47,14 +47,14 @@ def stop(port: int | None, every: bool, now: bool) -> int:
 
 
 def _finish(run: RunningService, progress: Progress, *, now: bool) -> None:
-    """Wait for the end of a service, and end the processes that its launcher leaves behind."""
+    """Wait for the end of a service, and end the processes left behind by its launcher."""
     deadline = time.monotonic() + NOW_S
     launched = run.alive
     while run.alive:
         progress.show(f"stopping the service on port {run.port} (pid {run.launcher})")
         time.sleep(0.2)
         if now:
-            # The second Ctrl-C is the one that cuts off.
+            # Repeat the signal, since only the second SIGINT cancels the requests.
             run.signal(signal.SIGINT if time.monotonic() < deadline else signal.SIGKILL)
     ended = run.end()
     if launched:

@@ -6,11 +6,11 @@ import signal
 
 
 class StopSignals:
-    """SIGINT, SIGTERM and SIGHUP of this process, once they are caught.
+    """Handlers for SIGINT, SIGTERM and SIGHUP in this process.
 
     Attributes:
-        asked: Whether one has come.
-        at_once: Whether a second Ctrl-C has come: requests in flight are cut off.
+        asked: Whether a signal has arrived.
+        at_once: Whether a Ctrl-C has arrived after the first signal, to cancel the requests in flight.
     """
 
     def __init__(self) -> None:
@@ -19,20 +19,20 @@ class StopSignals:
         self._readable, self._writable = os.pipe()
 
     def catch(self) -> None:
-        """Take the signals from now on."""
+        """Install the signal handlers."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            # `nohup` has SIGHUP ignored, and the service outlives the terminal. Scripts have SIGINT ignored
-            # by what they start in the background, but `saturate stop --now` sends it.
+            # Under `nohup` SIGHUP stays ignored, so that the service outlives the terminal. SIGINT, which
+            # shell scripts ignore in background commands, is caught: `saturate stop --now` sends it.
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._note)
 
     def wait(self, seconds: float) -> bool:
-        """Wait for a signal; return whether one has come, now or earlier."""
+        """Wait for a signal; return whether a signal has arrived, now or earlier."""
         select.select([self._readable], [], [], seconds)
         return self.asked
 
     def _note(self, number: int, frame: object) -> None:
-        # A closed terminal sends SIGHUP twice, and process managers repeat SIGTERM: only Ctrl-C is impatient.
+        # Only Ctrl-C counts twice: a closed terminal sends SIGHUP twice, and process managers repeat SIGTERM.
         self.at_once |= self.asked and number == signal.SIGINT
         if not self.asked:
             self.asked = True

@@ -1,10 +1,10 @@
-"""Runs a command, and ends all of its descendants when it ends or when the process that asked for it is gone.
+"""Run a command, and end all its descendants when the command or the caller ends.
 
     python -m serve_app.cli.supervisor INTERRUPT_S COMMAND [ARGUMENT ...]
 
 The caller holds the other end of standard input. When that end closes, because the caller closes it or has
-died of any cause, the supervisor stops the command: SIGINT, INTERRUPT_S seconds later SIGTERM to every
-descendant, and SIGKILL to those that are left.
+died for any reason, the supervisor stops the command: SIGINT, INTERRUPT_S seconds later SIGTERM to every
+descendant, and finally SIGKILL.
 """
 
 import os
@@ -33,28 +33,28 @@ def supervise(command: Sequence[str], *, interrupt_s: float) -> int:
     """Run a command until it ends, standard input is closed, or SIGTERM comes.
 
     Args:
-        command: The command; it runs in a session of its own.
-        interrupt_s: Seconds that it has to end after SIGINT.
+        command: The command; it runs in a new session.
+        interrupt_s: Seconds for the command to end after SIGINT.
 
     Returns:
-        Its exit code; 128 + N if signal N ended it.
+        The command's exit code; 128 + N if signal N ended the command.
     """
     adopt_orphans()
     signals, wakeup = os.pipe()
     os.set_blocking(signals, False)
     os.set_blocking(wakeup, False)
     signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
-    # SIGINT and SIGHUP are for the caller. They are not ignored, since the command would inherit that.
+    # SIGINT and SIGHUP are for the caller. Their handlers do nothing; the command would inherit SIG_IGN.
     for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         start_new_session=True,
-        # If this process is killed, the command stops as it does on Ctrl-C. This process has one thread.
+        # If this process is killed, the command stops as on Ctrl-C. A `preexec_fn` is safe with one thread.
         preexec_fn=partial(end_with, os.getpid(), signal.SIGINT),
     )
-    # `Popen` itself never waits for it: `reap` collects its exit code.
+    # `Popen` never waits for the child: `reap` collects its exit code.
     child = process.pid
     code = _wait(child, signals, None)
     if code is None:
@@ -71,12 +71,12 @@ def _wait(child: int, signals: int, timeout_s: float | None) -> int | None:
     """Wait for the end of a child.
 
     Args:
-        child: Its id.
-        signals: File descriptor that has the number of each signal that arrives.
+        child: Process id of the child.
+        signals: File descriptor that receives the number of each signal.
         timeout_s: Longest wait in seconds; None: until standard input is closed or SIGTERM comes.
 
     Returns:
-        Its exit code; None if it still runs.
+        The child's exit code; None if the child still runs.
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     watched = [signals] if deadline else [signals, 0]

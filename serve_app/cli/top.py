@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 DUMB = {"dumb", "unknown"}
-"""Terminals on which nothing can be drawn, by the variable TERM."""
+"""Values of TERM for terminals without cursor control."""
 
 WIDE = 160
-"""Columns of a picture that goes to a file or a pipe, unless COLUMNS says otherwise."""
+"""Columns of the output to a file or a pipe, unless COLUMNS is set."""
 
 
 @click.command()
@@ -33,7 +33,7 @@ WIDE = 160
 @click.option(
     "--api-key-env",
     metavar="NAME",
-    help="Environment variable that holds the API key; without `admin: true` the key sees its own tenant.",
+    help="Environment variable that holds the API key; without `admin: true` the key sees only its tenant.",
 )
 @click.option(
     "--interval",
@@ -41,19 +41,19 @@ WIDE = 160
     default=2.0,
     show_default=True,
     metavar="S",
-    help="Seconds between two looks, over which rates are taken. A longer one makes calmer rates. Each look "
-    "asks every replica: take 5 or more for a fleet of hundreds.",
+    help="Seconds between two polls, over which rates are computed. A longer interval smooths the rates. "
+    "Each poll asks every replica: use 5 or more for hundreds of replicas.",
 )
-@click.option("--once", is_flag=True, help="Print one picture, after one interval, and end.")
+@click.option("--once", is_flag=True, help="Print the figures once, after one interval, and exit.")
 @click.option("--json", "as_json", is_flag=True, help="The same as one JSON object, for programs.")
 def top(url: str, api_key_env: str | None, interval: float, once: bool, as_json: bool) -> int:
-    """Show live what the service at URL does, by default http://127.0.0.1:8000.
+    """Show live figures of the service at URL, by default http://127.0.0.1:8000.
 
-    The figures are those of GET /stats and GET /health. Ctrl-C ends the command. Where the output is no
-    terminal, it prints one picture and ends, as with --once.
+    The figures come from GET /stats and GET /health. Ctrl-C ends the command. If the output is not a
+    terminal, the command prints the figures once and exits, as with --once.
 
     \b
-    running    requests that run, of those that may
+    running    running requests, and the most that may run at once
     waiting    requests in the queue, and by service tier
     KV cache   share that is reserved for the running requests and their answers
     tok/s      tokens in and out per second
@@ -61,8 +61,8 @@ def top(url: str, api_key_env: str | None, interval: float, once: bool, as_json:
     wait       seconds in the queue, of the last 512 requests
     busy       share of the time in which a request ran
 
-    Percentiles of a model with several replicas are those of its slowest one. A narrow terminal shows fewer
-    columns; the JSON has all figures.
+    Percentiles of a model with several replicas are the percentiles of its slowest replica. A narrow terminal
+    shows fewer columns; the JSON has all figures.
 
     Exit codes: 0, also after Ctrl-C; 1 there is no service, or it refuses the key; 2 the command is wrong.
 
@@ -101,8 +101,8 @@ def _print(shown: View) -> None:
 
 
 def _watch(client: Client, interval_s: float) -> None:
-    # A terminal that is taken over has to be given back, whatever ends the command. Scripts have SIGINT
-    # ignored by what they start in the background.
+    # Both signals must raise, to restore the terminal at the end. Shell scripts ignore SIGINT in background
+    # commands.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     watch(client, interval_s)
@@ -115,13 +115,13 @@ def watch(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Show a service until Ctrl-C. While it is away, the last picture stays, with the reason.
+    """Show a service until Ctrl-C. While the service is unreachable, the last figures stay, with the reason.
 
     Args:
         client: The service.
         interval_s: Seconds between two polls.
-        console: The terminal; by default standard output.
-        sleep: Waits some seconds.
+        console: The terminal; default: standard output.
+        sleep: Waits a number of seconds.
         clock: Monotonic clock, in seconds.
 
     Raises:
@@ -146,9 +146,9 @@ def watch(
                 except ServiceError as error:
                     if last is not None:
                         lost_at = clock()
-                    # Rates over the time in which the service was away would be wrong.
+                    # Rates over the time without the service would be wrong.
                     last = None
-                    note = f"lost for {clock() - lost_at:.0f} s, the picture is old: {error.message}"
+                    note = f"unreachable for {clock() - lost_at:.0f} s, the figures are old: {error.message}"
                     continue
                 shown, note = view(client.url, now, last), ""
                 last = now

@@ -24,11 +24,11 @@ NUMBERS = ("calls", "prompt_tokens", "cached_tokens", "output_tokens", "cost", "
 
 
 def _columns(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
-    """Return the columns that an option names, with commas between them."""
+    """Parse an option with a comma-separated list of columns."""
     names = tuple(part.strip() for part in value.split(",") if part.strip())
     for name in names:
         if name not in BY:
-            raise click.BadParameter(f"{name!r} is no column; take some of {', '.join(BY)}")
+            raise click.BadParameter(f"{name!r} is not a column; use some of {', '.join(BY)}")
     return names
 
 
@@ -37,7 +37,7 @@ def _columns(context: click.Context, parameter: click.Parameter, value: str) -> 
 @click.option(
     "--config",
     type=click.Path(path_type=Path),
-    help="A Serve config: its args.usage has the place of the ledger, and the prices.",
+    help="A Serve config whose args.usage has the place of the ledger, and the prices.",
 )
 @click.option(
     "--by",
@@ -53,10 +53,13 @@ def _columns(context: click.Context, parameter: click.Parameter, value: str) -> 
     default="30d",
     show_default=True,
     metavar="TIME",
-    help="Calls that ended from then on: 90m, 24h, 7d or 4w ago, or a date. All times are UTC.",
+    help="Calls that ended since this time: 90m, 24h, 7d or 4w ago, or a date. All times are UTC.",
 )
 @click.option(
-    "--until", callback=parsed(parse_time), metavar="TIME", help="Calls that ended before.  [default: now]"
+    "--until",
+    callback=parsed(parse_time),
+    metavar="TIME",
+    help="Calls that ended before this time.  [default: now]",
 )
 @click.option(
     "--format",
@@ -74,24 +77,24 @@ def usage(
     until: datetime | None,
     form: str,
 ) -> None:
-    """Sum up who used what, from the files of LEDGER.
+    """Report usage from the files of LEDGER, summed by tenant or other columns.
 
-    LEDGER is the folder or URL that args.usage.ledger.folder of a config names; with --config it is found
-    there. The service needn't run.
+    LEDGER is the folder or URL of a config's args.usage.ledger.folder; with --config it may be left out. The
+    service needn't run.
 
     \b
     calls          calls that an engine ran
-    prompt_tokens  tokens in, as the engine counts them; with those from its cache
-    cached_tokens  the part of them that was in its prefix cache
-    output_tokens  tokens out, also those that no client has got
-    cost           of the records of a function
-    engine_s       seconds in the engine, summed over calls that ran side by side
-    price          where there are prices: of the config, or those beside the files
+    prompt_tokens  tokens in, as the engine counts them, with cached tokens
+    cached_tokens  tokens in from the prefix cache
+    output_tokens  tokens out, with tokens that no client received
+    cost           cost of the records of a function
+    engine_s       seconds in the engine, summed over concurrent calls
+    price          price, if the config or the ledger has prices
 
     A call has its row within a second of its end. A call that was lost with its engine (`lost`) has a row
     without tokens. Lost and failed calls cost nothing. Prices are exact decimals.
 
-    Exit codes: 0, also without calls; 1 a file can't be read; 2 there is no such ledger or config, or it is
+    Exit codes: 0, also without calls; 1 a file can't be read; 2 the ledger or the config doesn't exist, or is
     wrong.
 
     \b
@@ -105,7 +108,7 @@ def usage(
     place = ledger or (settings.ledger.folder if settings.ledger else "")
     if not place:
         where = f": {config} has no args.usage.ledger" if config else ""
-        raise click.UsageError(f"name the ledger's folder or URL, or a config with one (--config){where}")
+        raise click.UsageError(f"name the folder or URL of a ledger, or a config with one (--config){where}")
     if until and until <= since:
         raise click.UsageError("--until must be later than --since")
     try:
@@ -117,12 +120,12 @@ def usage(
     except OSError as error:
         raise click.ClickException(f"{place}: {error.strerror or error}") from None
     if files.wrong:
-        click.echo(f"warning: {files.wrong} lines are no rows of the ledger; they are left out", err=True)
+        click.echo(f"warning: {files.wrong} lines are not rows of the ledger and are left out", err=True)
     print(FORMS[form](by, lines, prices, since, until), end="")
 
 
 def _settings(path: Path) -> UsageSettings:
-    """Return the part `usage` of a config."""
+    """Return the `usage` settings of a config."""
     try:
         apps = own_applications(read_file(path)).values()
         found = [parse(mapping(app.get("args"))).usage for app in apps]
@@ -130,12 +133,12 @@ def _settings(path: Path) -> UsageSettings:
         raise WrongInput(str(error) if isinstance(error, ConfigFileError) else f"{path}: {error}") from None
     with_ledger = [each for each in found if each.ledger]
     if len({each.ledger.folder for each in with_ledger if each.ledger}) > 1:
-        raise WrongInput(f"{path}: its applications have several ledgers; name one of them")
+        raise WrongInput(f"{path}: its applications have several ledgers; name a ledger")
     return next(iter([*with_ledger, *found]), UsageSettings())
 
 
 def _numbers(lines: Sequence[ReportLine], prices: Prices | None) -> list[str]:
-    """Return the columns of numbers that say something."""
+    """Return the names of the number columns, without `cost` if it is always 0."""
     shown = [name for name in NUMBERS if name != "cost" or any(line.total.cost for line in lines)]
     return [*shown, *(["price"] if prices else [])]
 
@@ -152,7 +155,7 @@ def _table(
     since: datetime,
     until: datetime | None,
 ) -> str:
-    """Return the sums for people, with a line for all."""
+    """Return the report as a table, with a line for the total."""
     names = [name for name in _numbers(lines, prices) if name != "wait_s"]
     period = f"calls that ended from {_time(since)} to {_time(until) if until else 'now'}, UTC"
     if not lines:
@@ -234,7 +237,7 @@ def _shown(name: str, total: Total) -> str:
 def _plain(name: str, total: Total) -> Any:
     value = getattr(total, name)
     if isinstance(value, Decimal):
-        # Without an exponent, and without the zeros that a division leaves.
+        # Without an exponent, and without trailing zeros of a division.
         return f"{value.normalize():f}"
     return round(value, 6) if isinstance(value, float) else value
 

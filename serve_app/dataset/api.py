@@ -22,10 +22,10 @@ from serve_app.jobs.errors import GaveUpError, RunError
 from serve_app.jobs.models import ENDED
 
 FIRST_POLL_S, MOST_POLL_S = 0.25, 5.0
-"""Seconds between two looks at a batch: more and more, up to the second."""
+"""Seconds between two looks at a batch: at first, and at most."""
 
 RUN = "saturate_run"
-"""Key of the batch's metadata by which a run finds the batch that it has created."""
+"""Key of the batch's metadata by which a run finds the batch that it created."""
 
 SKEW_S = 86_400
 """Seconds by which the clocks of this machine and of the service may differ."""
@@ -33,7 +33,7 @@ SKEW_S = 86_400
 PIECE_BYTES = 1 << 20
 
 FIELDS = ("id", "status", "request_counts", "output_file_id", "error_file_id", "errors")
-"""Fields of a batch."""
+"""Fields of a batch that a run needs."""
 
 Sleep = Callable[[float], None]
 
@@ -41,12 +41,12 @@ Sleep = Callable[[float], None]
 class APIRun:
     """One file through the batch API of a service.
 
-    The batch runs in the service, whatever happens to this process: a note beside the output has its id, so
-    that the same run again goes on with it.
+    The batch runs in the service, independent of this process. A note beside the output has the batch's id,
+    so that the same command continues it.
 
     Args:
         input: The file of requests.
-        output: Where the results go; None: beside the input.
+        output: Path of the results; None: beside the input.
         url: Address of the service.
         api_key: Sent as a bearer token.
         window: The batch's `completion_window`.
@@ -93,7 +93,7 @@ class APIRun:
         self._display = open_progress(quiet)
         self._began: tuple[float, int] | None = None
         try:
-            # Without a key the service derives the tenant from what is sent.
+            # A service without keys derives the tenant from the token that is sent.
             self._client = Client(
                 url,
                 api_key or "none",
@@ -129,8 +129,8 @@ class APIRun:
         """Run to the end; return the batch.
 
         Raises:
-            RunError: The run can't go on.
-            KeyboardInterrupt: It was interrupted; the batch goes on.
+            RunError: The run can't continue.
+            KeyboardInterrupt: The run was interrupted; the batch continues.
         """
         try:
             with self._client:
@@ -225,13 +225,13 @@ class APIRun:
             tried = True
             return self._client.http.post("/v1/batches", json=body)
 
-        # A note without a batch may be that of a run which ended before it had the answer.
+        # A note without a batch may come from a run that ended before it had the answer.
         if batch := self._find(note):
             return str(batch["id"])
         return str(self._call("create", send, "id")["id"])
 
     def _find(self, note: JSON) -> JSON | None:
-        """Return the batch that this run has created, if there is one; the newest come first."""
+        """Return the batch that this run created, if any; the newest batches are listed first."""
         after: JSON = {}
         while True:
             params = {"limit": 100, **after}
@@ -276,7 +276,7 @@ class APIRun:
             wait_s = min(MOST_POLL_S, wait_s * 1.5)
 
     def _download(self, file: str | None, path: Path) -> None:
-        """Write a file of the service to the disk; if there is none, delete that of an earlier run."""
+        """Write a file of the service to the disk; without a file, delete the file of an earlier run."""
         try:
             if file is None:
                 path.unlink(missing_ok=True)
@@ -306,10 +306,10 @@ class APIRun:
         """Make a call until it is answered; return its JSON.
 
         Args:
-            what: Its name, for messages.
-            send: Makes it once.
-            fields: Fields that its answer has.
-            patient: A service that is gone is waited for without end: the batch is safe there.
+            what: Name of the call, for messages.
+            send: Makes the call once.
+            fields: Fields that its answer must have.
+            patient: Whether to wait for a lost service without end: the batch is safe there.
         """
         most = None if patient else self._retries
         try:
@@ -320,7 +320,7 @@ class APIRun:
             raise gave_up(GaveUpError(self._retries + 1, f"the {what}", error.message)) from None
         body = json_of(response) or {}
         if missing := [field for field in fields if field not in body]:
-            # Such as the page of a proxy that asks for a login.
+            # For example the page of a proxy that asks for a login.
             raise RunError(
                 f"{what}: {self._client.url} answers {response.status_code} without {missing[0]!r}, so it "
                 f"isn't saturate: {response.text.strip()[:100]!r}"
@@ -349,7 +349,7 @@ def _endpoint(input: Path, line: bytes) -> str:
 
 
 def _of_run(found: JSON, run: str) -> JSON | None:
-    """Return the batch of a run in a list of batches; None: it isn't there."""
+    """Return the batch of a run in a list of batches; None: not in the list."""
     batches = found.get("data")
     for batch in batches if isinstance(batches, list) else []:
         metadata = batch.get("metadata") if isinstance(batch, dict) else None

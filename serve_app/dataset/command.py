@@ -71,7 +71,7 @@ def batch(**values: Any) -> int:
         print(f"error: {error}", file=sys.stderr)
         return DISK_FAILED if isinstance(error, DiskError) else USAGE
     except KeyboardInterrupt:
-        # Before the first call, or after the last row was written.
+        # Interrupted before the first call, or after the last row was written.
         code = INTERRUPTED
     if code == INTERRUPTED or (session and session.waits_for_input):
         sys.stdout.flush()
@@ -85,7 +85,7 @@ def run_api(options: SimpleNamespace) -> int:
     """Run a file through the batch API of a service; return the exit code.
 
     Raises:
-        RunError: The run can't go on; one that isn't a mistake of the command has been told.
+        RunError: The command is wrong, or the disk fails; other errors are printed here.
     """
     run = APIRun.of(options, _api_key(options.api_key_env))
     try:
@@ -97,8 +97,8 @@ def run_api(options: SimpleNamespace) -> int:
         return FAILED
     except KeyboardInterrupt:
         if not options.quiet:
-            there = f"batch {run.batch_id} goes on in the service; " if run.batch_id else ""
-            print(f"Interrupted. {there}run the same command again to go on", file=sys.stderr)
+            there = f"batch {run.batch_id} continues in the service; " if run.batch_id else ""
+            print(f"Interrupted. {there}run the same command again to continue", file=sys.stderr)
         return INTERRUPTED
     counts = batch["request_counts"]
     if not options.quiet:
@@ -115,7 +115,7 @@ class Session:
         options: The command line.
 
     Raises:
-        RunError: One of its values can't be used.
+        RunError: An option has an invalid value.
     """
 
     def __init__(self, options: SimpleNamespace) -> None:
@@ -170,7 +170,7 @@ class Session:
         failure: RunError | None = None
         try:
             if self._output.before:
-                self._progress.say(f"{self._output.before:,} rows are done already; going on from there")
+                self._progress.say(f"{self._output.before:,} rows are done already; continuing from there")
             asyncio.run(self._run())
         except RunError as error:
             failure = error
@@ -211,7 +211,7 @@ class Session:
             await self._client.close()
 
     def _total(self, drive: Drive) -> int | None:
-        """Return the number of rows of the input, as far as is known."""
+        """Return the number of rows of the input, perhaps an estimate; None: unknown."""
         limit: int | None = self._options.limit
         share = self._source.share_read()
         if not share:
@@ -263,7 +263,7 @@ class Session:
             print(table(body))
         if self._interrupts:
             there = f"{totals['rows']:,} rows are in {self._output.path}"
-            self._say(f"Interrupted. {there}; run the same command again to go on")
+            self._say(f"Interrupted. {there}; run the same command again to continue")
             return INTERRUPTED
         return SOME_FAILED if totals["failed"] else 0
 
@@ -290,7 +290,7 @@ class Session:
 
 
 def _failure_of(step: Callable[[], None], before: RunError | None = None) -> RunError | None:
-    """Do one step of a run's end, and return its error; the error of an earlier step goes before it."""
+    """Do one step of a run's end, and return its error, or the error of an earlier step."""
     try:
         step()
     except RunError as error:

@@ -32,13 +32,13 @@ class DiskError(OutputError):
     def __init__(self, path: Path, error: OSError) -> None:
         super().__init__(
             f"{path}: {error.strerror or error}\n"
-            "The rows that are on the disk stay there. Once it takes more, run the same command again: it "
-            "goes on from there"
+            "The rows on the disk are kept. Once the disk takes more, run the same command again: it "
+            "continues from there"
         )
 
 
 def extra(name: str) -> str:
-    """Return how to install an optional part of this package, for errors."""
+    """Return how to install an extra of this package, for error messages."""
     return f"saturate[{name}]; in a checkout: pip install -e '.[{name}]'"
 
 
@@ -50,12 +50,12 @@ def output_error(path: Path, error: OSError) -> OutputError:
 
 
 def gave_up(error: GaveUpError) -> RunError:
-    """Return the error of a run that gave up, with what its user may do."""
-    return RunError(f"{error}\nWhen the service is back, run the same command again: it goes on from here")
+    """Return the error of a run that gave up, with advice for its user."""
+    return RunError(f"{error}\nWhen the service is back, run the same command again: it continues from here")
 
 
 class RowError(Exception):
-    """A row has no result, and no retry would help; the run goes on.
+    """A row has no result, and no retry would help; the run continues.
 
     Args:
         type: A name for programs.

@@ -1,7 +1,7 @@
 """Rows of JSON, CSV and Parquet, read as a stream.
 
-A row that is wrong becomes a `RowError` in its place, with its file and line. Content that is broken from
-some place on raises a `CorruptError` there, content of a wrong form a `FormError`.
+An invalid row becomes a `RowError` in its place, with its file and line. Content that is broken from some
+place on raises a `CorruptError` there; content of a wrong form raises a `FormError`.
 """
 
 import csv
@@ -30,7 +30,7 @@ MAGIC = {
     b"\xff\xfe": "UTF-16: convert it to UTF-8",
     b"\xfe\xff": "UTF-16: convert it to UTF-8",
 }
-"""Beginnings of content that is no text in UTF-8, and what to do about it."""
+"""First bytes of content that isn't UTF-8 text, and the remedy."""
 
 BLOCK = 1 << 20
 
@@ -50,7 +50,7 @@ Values = Iterator[JSON | RowError]
 
 
 class CorruptError(CommandError, InputError):
-    """The content of a file is broken from some place on; another read of it would fail in the same way."""
+    """The content of a file is broken from some place on; another read would fail in the same way."""
 
 
 class FormError(CorruptError):
@@ -109,7 +109,7 @@ def read_jsonl(stream: IO[bytes], name: str, advance: Advance) -> Values:
     """Read JSON objects, one a line; empty lines are skipped.
 
     Raises:
-        FormError: The first line has the beginning of a JSON value that goes over several lines.
+        FormError: The first line begins a JSON value that spans several lines.
     """
     number = 0
     first = True
@@ -224,21 +224,21 @@ def read_csv(
 ) -> Values:
     """Read CSV with a header; every value is text.
 
-    A record that breaks the rules of quotes is an error of its first line, and reading goes on with the next
-    line: a stray quote takes no other rows with it.
+    A record that breaks the rules of quotes is an error of its first line, and reading continues with the
+    next line, so that a stray quote costs no other rows.
 
     Args:
         stream: The file.
         name: Its name, for messages.
         advance: Takes the bytes that were read.
-        separator: Separator of the columns; None: the usual one.
+        separator: Separator of the columns; None: `usual`.
         usual: The usual separator.
         most: Most characters of a field.
 
     Raises:
         FormError: The header can't be read, has a name twice, or has another separator.
     """
-    # A field that has no end would be kept in memory up to there.
+    # A field without an end is kept in memory up to this length.
     csv.field_size_limit(most)
     # Bytes that aren't UTF-8 stay recognizable, so that they fail their row and not the run.
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
@@ -295,7 +295,7 @@ def _check_names(names: list[str], where: str) -> None:
 
 
 class _Lines:
-    """The lines of a text; those of the record that is being read can be read again."""
+    """The lines of a text; the lines of the current record can be read again."""
 
     def __init__(self, text: io.TextIOWrapper, advance: Advance, most: int) -> None:
         self._text = text
@@ -312,7 +312,7 @@ class _Lines:
         self.first = self._number + 1
 
     def keep_first(self) -> None:
-        """Read all lines of the record but its first one again."""
+        """Keep only the first line of the record; the other lines are read again."""
         self._again.extendleft(reversed(self._record[1:]))
         self._number = self.first
 
@@ -342,16 +342,16 @@ class _Lines:
 def read_parquet(file: Any, name: str, advance: Advance, size: int) -> Values:
     """Read a Parquet file, a batch of rows at a time; columns of bytes are text where they are UTF-8.
 
-    A row group that is broken is one error in place of the rows that can't be read; the next one is read.
+    A broken row group yields one error in place of its unreadable rows; the next group is read.
 
     Args:
-        file: A seekable file; pyarrow's, or one of Python's.
+        file: A seekable file, of pyarrow or of Python.
         name: Name of the file, for messages.
         advance: Takes the bytes that were read, in proportion to the rows.
         size: Size of the file, in bytes.
 
     Raises:
-        CorruptError: The file is no Parquet file, or its end is missing.
+        CorruptError: The file isn't a Parquet file, or its end is missing.
         FormError: Two columns have one name.
     """
     import pyarrow as pa

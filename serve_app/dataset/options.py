@@ -23,8 +23,8 @@ DEFAULT_WINDOW = "24h"
 HELP = """\
 Send every row of a dataset through a service, and write one row for each: its result or its error.
 
-Nothing is lost and nothing is done twice: after Ctrl-C, a crash or a power cut, the same command goes on from
-the rows that are done.
+Nothing is lost and nothing is done twice: after Ctrl-C, a crash or a power cut, the same command continues
+after the rows that are done.
 """
 
 EPILOG = """\
@@ -51,7 +51,7 @@ Output:
   OUTPUT.report.json     the summary as JSON
   With --api: the result file of the batch, by default INPUT with .output.jsonl at its end;
   OUTPUT.errors.jsonl has the rows that failed (.errors in place of .output), and
-  OUTPUT.batch.json the id of the batch: the same command again goes on with it
+  OUTPUT.batch.json the id of the batch: the same command again continues it
 
 \b
 Examples:
@@ -69,7 +69,7 @@ Examples:
 \b
 Exit codes:
   0    every row has a result
-  1    the run could not go on: there is no service, or it refuses the calls
+  1    the run could not continue: there is no service, or it refuses the calls
   2    the command or the input is wrong
   3    some rows have an error
   4    the disk of the output is full, or fails
@@ -82,7 +82,7 @@ class GroupedCommand(click.Command):
 
     Args:
         groups: The options of each group.
-        attributes: Those of `click.Command`; its `params` are the arguments.
+        attributes: Arguments of `click.Command`; its `params` are the command's arguments.
     """
 
     def __init__(self, *, groups: Mapping[str, Sequence[click.Parameter]], **attributes: Any) -> None:
@@ -133,7 +133,7 @@ SAMPLING = {
     "min_p": (float, "Leave out tokens with less than this share of the likeliest token's probability."),
     "presence_penalty": (float, "-2 to 2; above 0 makes tokens that occurred less likely."),
     "frequency_penalty": (float, "-2 to 2; above 0 makes a token less likely each time that it occurs."),
-    "repetition_penalty": (float, "Above 1 makes tokens that occurred less likely, those of the prompt too."),
+    "repetition_penalty": (float, "Above 1 makes tokens that occurred less likely, including the prompt's."),
     "seed": (int, "Makes sampling repeatable."),
 }  # fmt: skip
 
@@ -163,7 +163,7 @@ TIMEOUTS = (
     (
         "read",
         600,
-        "without a sign of life from the service; it gives one every 5 s while a chunk waits or runs.",
+        "without a byte from the service; it sends one every 5 s while a chunk waits or runs.",
     ),
     ("write", 30, "to send a chunk."),
     ("pool", 10, "for a free connection."),
@@ -194,7 +194,7 @@ GROUPS: dict[str, list[click.Parameter]] = {
         _option(
             "--api",
             "INPUT is a file of requests in OpenAI's batch format: the service keeps it, runs it as a batch "
-            "whatever happens to this command, and keeps the results. OUTPUT is by default beside INPUT.",
+            "even if this command ends, and keeps the results. OUTPUT is by default beside INPUT.",
             is_flag=True,
             is_eager=True,
         ),
@@ -227,7 +227,7 @@ GROUPS: dict[str, list[click.Parameter]] = {
         ),
         _option(
             "--input-format",
-            "Format of an input whose name doesn't tell it; standard input is jsonl unless given.",
+            "Format of an input whose name doesn't show it; standard input is jsonl unless given.",
             type=click.Choice(["jsonl", "json", "csv", "tsv", "parquet"]),
         ),
         _option(
@@ -286,8 +286,8 @@ GROUPS: dict[str, list[click.Parameter]] = {
         _option("--overwrite", "Begin anew and delete the rows that are there.", is_flag=True),
         _option(
             "--resume",
-            "Keep the rows that are there and go on although input or options have changed (a larger "
-            "--limit, rows added at the end). Without changes the command goes on without it.",
+            "Keep the rows that are there and continue although input or options have changed (a larger "
+            "--limit, rows added at the end). Without changes the command continues without --resume.",
             is_flag=True,
         ),
     ],
@@ -336,10 +336,10 @@ def _separator(text: str) -> str:
 
 
 SURROGATE = re.compile(r"[\ud800-\udfff]")
-"""Part of a text that came as bytes which are not UTF-8."""
+"""Part of a text whose bytes are not UTF-8."""
 
 NEVER_EMPTY = ("url", "app", "model")
-"""Options that say where the rows go: an empty one would send them elsewhere."""
+"""Options that say where the rows go: an empty value would send them elsewhere."""
 
 
 def _check_texts(options: SimpleNamespace) -> None:
@@ -370,7 +370,7 @@ API_OPTIONS = {
 
 
 def _check_api(options: SimpleNamespace) -> None:
-    """Raise a UsageError for an option that says something of rows: the file of requests says it."""
+    """Raise a UsageError for an option about rows: the file of requests has whole requests."""
     for parameter in chain.from_iterable(GROUPS.values()):
         name = str(parameter.name)
         default = () if parameter.multiple else parameter.default

@@ -1,10 +1,9 @@
-"""The output of a run: its rows as lines, and beside it a database that knows which rows are done.
+"""The output of a run: its rows as lines, and a database of the rows that are done.
 
 The lines are OUTPUT itself, or for Parquet OUTPUT.journal.jsonl. During a run they are in the order in which
 rows end. A group of rows is appended and synced, and then committed to OUTPUT.run.db with the place of each
-line. So after a crash, what is committed is whole, and whole lines behind it are rows that were written just
-before the crash: they are committed at the next start. At the end the lines are put in the order of the
-input.
+line. So after a crash, committed lines are whole, and whole lines after them are rows that were written just
+before the crash: the next start commits them. At the end the lines are put in the order of the input.
 """
 
 import json
@@ -25,7 +24,7 @@ from serve_app.jobs.rows import Result, RowTokens
 from serve_app.system.disk import sync
 
 Existing = Literal["same", "resume", "overwrite"]
-"""Handling of existing rows: go on if options and input are the same, go on anyway, or begin anew."""
+"""Handling of existing rows: continue if options and input are the same, continue anyway, or begin anew."""
 
 VERSION = 1
 
@@ -63,11 +62,11 @@ FAILING = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR}
 """SQLite's errors of a disk that is full, or fails."""
 
 Reach = Callable[[str], None]
-"""Called with the name of each step that is about to be made; a test ends the process there."""
+"""Called with the name of each step before the step is made; a test ends the process there."""
 
 
 class Output:
-    """The output of a run, new or begun by an earlier run. One process at a time may have it open.
+    """The output of a run, new or begun by an earlier run. One process at a time may have an output open.
 
     Args:
         path: A `.jsonl` or `.parquet` file.
@@ -106,8 +105,8 @@ class Output:
         there = next((one for one in (path, self._lines) if one.exists() and one.stat().st_size), None)
         if there and existing != "overwrite" and not self._state.exists():
             raise OutputError(
-                f"{there} exists, and no {self._state.name} beside it says that this command wrote it; name "
-                "another output, or replace it with --overwrite"
+                f"{there} exists with no {self._state.name} beside it, so this command didn't write it; "
+                "name another output, or replace it with --overwrite"
             )
         self._db = self._opened(existing)
         try:
@@ -134,7 +133,7 @@ class Output:
             self._append(results)
 
     def totals(self) -> JSON:
-        """Return totals of all rows, those of earlier runs included."""
+        """Return totals of all rows, including rows of earlier runs."""
         sums = "COUNT(*), COALESCE(SUM(prompt_tokens), 0), COALESCE(SUM(completion_tokens), 0)"
         with self._lock, self._translated():
             ((rows, read, written),) = self._db.execute(f"SELECT {sums} FROM done")
@@ -154,7 +153,7 @@ class Output:
         """Bring the output into its final form: rows in the order of the input.
 
         Raises:
-            OutputError: The disk is full, or fails. The next run goes on from here.
+            OutputError: The disk is full, or fails. The next run continues from here.
         """
         with self._lock, self._translated():
             if self._parquet:
@@ -170,7 +169,7 @@ class Output:
                 self._lines.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close the output; again: do nothing."""
+        """Close the output; further calls do nothing."""
         with self._lock:
             if self._file is not None:
                 os.close(self._file)
@@ -178,12 +177,12 @@ class Output:
             self._db.close()
 
     def _opened(self, existing: Existing) -> sqlite3.Connection:
-        """Return the database, which no other process has open."""
+        """Return the database, opened exclusively."""
         while True:
             try:
                 db = sqlite3.connect(self._state, timeout=0, isolation_level=None, check_same_thread=False)
                 try:
-                    # The lock is held until the connection is closed, and goes with the process.
+                    # The lock is held until the connection is closed, or the process ends.
                     for pragma in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = FULL"):
                         db.execute(f"PRAGMA {pragma}")
                     db.execute("BEGIN EXCLUSIVE")
@@ -206,7 +205,7 @@ class Output:
                 self._state.unlink()
 
     def _begin(self, run: JSON, existing: Existing) -> None:
-        """Find out which rows are done, and whether this run may add others."""
+        """Find out which rows are done, and whether this run may add rows."""
         noted = {name: from_json(value) for name, value in self._db.execute("SELECT name, value FROM run")}
         if existing == "overwrite":
             noted = {}
@@ -223,13 +222,13 @@ class Output:
         if noted and not whole:
             self._recover()
         if differences and not self._count():
-            # The first command of a user may have a mistake. There is nothing to protect.
+            # The first command of a user may have a mistake. Without rows, there is nothing to protect.
             noted, differences, whole = {}, [], False
         if differences and existing != "resume":
             raise OutputError(
                 f"{self.path} has {self._count():,} rows of another run:\n  "
                 + "\n  ".join(differences)
-                + "\nName another output, begin anew with --overwrite, or keep these rows and go on "
+                + "\nName another output, begin anew with --overwrite, or keep these rows and continue "
                 "with --resume"
             )
         if whole and self._parquet:
@@ -262,7 +261,7 @@ class Output:
             self._db.executemany("INSERT OR REPLACE INTO run VALUES (?, ?)", rows)
 
     def _recover(self) -> None:
-        """Open the lines, and commit rows behind the last commit."""
+        """Open the lines, and commit the rows after the last commit."""
         if self._file is None:
             self._file = os.open(self._lines, os.O_RDWR | os.O_CREAT, 0o666)
         end = int(self._db.execute("SELECT COALESCE(MAX(offset + size), 0) FROM done").fetchone()[0])
@@ -296,12 +295,12 @@ class Output:
                     )
         self._end = end + sum(len(one.text) for one in adopted)
         os.ftruncate(self._file, self._end)
-        # A run that was killed may have left rows that only the memory of this machine has.
+        # A killed run may have left rows that are only in the memory of this machine.
         os.fsync(self._file)
         self._commit(adopted, end)
 
     def _is_known(self) -> bool:
-        """Return whether the last line that is committed is in its place."""
+        """Return whether the last committed line is in its place."""
         last = self._db.execute("SELECT row, offset, size FROM done ORDER BY offset DESC LIMIT 1").fetchone()
         if last is None:
             return True
@@ -327,7 +326,7 @@ class Output:
                 os.ftruncate(file, start)
             raise output_error(self._lines, error) from None
         self._end = start + len(text)
-        # A commit that fails may have taken place. So the lines stay, and the next start commits them.
+        # A failed commit may have taken place. So the lines stay, and the next start commits them.
         with self._translated():
             self._commit(results, start)
         self._reach("committed")
@@ -400,7 +399,7 @@ def _database_error(path: Path, error: sqlite3.Error) -> OutputError:
 
 
 def check_output(path: Path) -> None:
-    """Raise an OutputError if nothing can be written there."""
+    """Raise an OutputError if a path can't be an output."""
     if "://" in str(path) or str(path).startswith(("s3:/", "gs:/")):
         raise OutputError(f"{path}: the output has to be a local file; copy it when the run has ended")
     if path.suffix not in {".jsonl", ".parquet"}:
@@ -425,10 +424,10 @@ def result_columns() -> list[tuple[str, Any]]:
 
 @contextmanager
 def drafted(path: Path) -> Iterator[Path]:
-    """Give the path of a draft, and put it in the file's place at the end, durably.
+    """Yield the path of a draft, and replace the file with the draft at the end, durably.
 
-    Its content is on the disk before its name. A draft that failed is removed: it may take the space that is
-    missing.
+    The draft's content is synced before the draft gets the file's name. A failed draft is removed: it may
+    take the space that is missing.
 
     Raises:
         OutputError: The file can't be written.
@@ -455,7 +454,7 @@ def _removed_on_error(draft: Path) -> Iterator[None]:
 
 
 def _result(line: bytes) -> Result | None:
-    """Return the row in a line; None if the line isn't a whole one."""
+    """Return the row in a line; None if the line isn't whole."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -492,7 +491,7 @@ def _flat(row: JSON) -> JSON:
 
 
 def _differences(noted: JSON, run: JSON) -> list[str]:
-    """Return the differences of a run to the one of the output, a line each."""
+    """Return the differences between a run and the run of the output, a line each."""
     found = []
     before, now = noted["options"], run["options"]
     for name in dict.fromkeys([*before, *now]):

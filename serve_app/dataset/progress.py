@@ -33,7 +33,7 @@ def open_progress(quiet: bool) -> Progress:
 
 
 def run_shown(stats: RunStats, before: int, total: int | None, note: str = "") -> Shown:
-    """Return what is shown of a run.
+    """Return the displayed progress of a run.
 
     Args:
         stats: Its statistics.

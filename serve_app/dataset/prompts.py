@@ -43,8 +43,8 @@ class Prompter:
     ) -> None:
         if messages_column and (template or system):
             raise RunError(
-                "--messages-column holds whole chats: leave --template and --system out, or put what they "
-                "say into the messages"
+                "--messages-column holds whole chats: leave --template and --system out, or put their text "
+                "into the messages"
             )
         self._column = column
         self._system = system
@@ -61,7 +61,7 @@ class Prompter:
         if self._messages_column:
             messages = self._value(values, self._messages_column)
             if isinstance(messages, str):
-                # As CSV and many Parquet files have them.
+                # CSV and many Parquet files have messages as text.
                 with suppress(ValueError):
                     messages = from_json(messages)
             if not isinstance(messages, list) or not all(isinstance(item, dict) for item in messages):
@@ -99,8 +99,8 @@ class Prompter:
         if column not in values:
             message = f"no column {column!r}; there are: {_columns(values)}"
             fix = (
-                "Name the one that holds the prompt with --prompt-column, or make a prompt of several with "
-                "--template"
+                "Name the column that holds the prompt with --prompt-column, or make a prompt of several "
+                "columns with --template"
             )
             raise MissingColumnError("missing_column", message, fix)
         return values[column]
@@ -122,7 +122,7 @@ def _shown(value: object) -> object:
 
 
 def _is_json(value: object) -> bool:
-    """Return whether a value can be sent as it is; Parquet has others, and Python reads NaN."""
+    """Return whether a value is valid JSON; Parquet has other values, and Python reads NaN."""
     match value:
         case dict():
             return all(isinstance(key, str) for key in value) and all(map(_is_json, value.values()))

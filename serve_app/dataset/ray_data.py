@@ -21,8 +21,8 @@ class Generate:
     One actor sends many batches concurrently; use it with `batch_format="pyarrow"`, `concurrency=1` and
     `max_concurrency` as the number of concurrent calls. A batch comes back with its own columns and `result`,
     `finish_reason`, `prompt_tokens`, `completion_tokens`, `attempts` and `error`: a row that can't be served
-    has an error with a type and a message, and the others of its batch are served. An input that has a column
-    of such a name is refused before a row is sent.
+    has an error with a type and a message, and the other rows of its batch are served. An input that has a
+    column with one of these names is refused before a row is sent.
 
     Args:
         app: The Serve application.
@@ -35,8 +35,8 @@ class Generate:
             default all, under the names above.
 
     Raises:
-        RunError: There is no such Engine, or a column is wrong. When a batch comes: the service is gone or
-            refuses it, or it has a column of the same name.
+        RunError: There is no such Engine, or a column is wrong. On a call: the service is gone or refuses the
+            batch, or the batch has a column of the same name.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class Generate:
         for field, name, _ in self._columns:
             if name in batch.column_names:
                 raise RunError(
-                    f"the dataset has a column {name!r} already: give this stage's another name, as in "
-                    f'columns={{"{field}": "my_{field}"}}, or drop that of the dataset'
+                    f"the dataset has a column {name!r} already: give the new column another name, as in "
+                    f'columns={{"{field}": "my_{field}"}}, or drop the column of the dataset'
                 )
         done: list[Result] = []
 

@@ -1,7 +1,7 @@
 """Inputs of rows: files on any file system, compressed or not, pipes, datasets of the Hugging Face Hub.
 
-A file that breaks off yields the rows before that place and one error for the rest. A wrong form of the first
-file ends the run before a row is sent; a later file of a wrong form is one error.
+A broken file yields the rows before the break and one error for the rest. If the first file has a wrong form,
+the run ends before a row is sent; a later file of a wrong form yields one error.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ FORMATS = {
 COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd", ".lz4": "lz4"}
 
 ARROW_SCHEMES = {"s3", "gs", "gcs", "hdfs", "viewfs"}
-"""Schemes that pyarrow has drivers for; fsspec knows the other ones by packages of their own."""
+"""Schemes that pyarrow has drivers for; fsspec needs a package for each other scheme."""
 
 ARROW_CODECS = {"zstd", "lz4"}
 """Compressions that pyarrow decodes; fsspec would need a package for each."""
@@ -59,7 +59,7 @@ VERSIONS = (
 """Keys of fsspec's file details that change when a file is written; file systems have different ones."""
 
 CODEC_BYTES = 1 << 13
-"""Bytes that are decompressed at a time: at most these are lost before the place where a file is broken."""
+"""Bytes that are decompressed at a time: at most this number is lost before the break in a broken file."""
 
 FileSystems = Callable[[str], tuple[Any, str]]
 """Returns fsspec's file system of an input, and the path in it."""
@@ -72,7 +72,7 @@ class Source(Protocol):
     """An input of rows.
 
     Attributes:
-        silent: Whether a read may wait without end, as that of a pipe.
+        silent: Whether a read may wait without end, as for a pipe.
     """
 
     silent: bool
@@ -81,7 +81,7 @@ class Source(Protocol):
         """Yield each row's columns or its error, always in the same order."""
 
     def fingerprint(self) -> JSON:
-        """Return values that differ for another input, and for this one after a change."""
+        """Return values that differ for other inputs, and after a change of this input."""
 
     def share_read(self) -> float | None:
         """Return the share of the input that was read, 0 to 1; None if unknown."""
@@ -135,7 +135,7 @@ class Files:
     """Files, read in the order of their paths.
 
     Args:
-        text: The input, as its user has named it.
+        text: The input, as named by the user.
         system: fsspec's file system.
         path: A path, a folder or a pattern in it. `*` matches within a folder, `**` any number of folders.
         format: Format of all files; None: by their names.
@@ -148,7 +148,7 @@ class Files:
         self, text: str, system: Any, path: str, format: str | None = None, separator: str | None = None
     ) -> None:
         self._system = system
-        # pyarrow's drivers read an object in one request if nobody seeks in it.
+        # pyarrow's drivers read an object in one request if it is opened without seeking.
         self._arrow = type(system).__name__ == "ArrowFSWrapper"
         self._format = format
         self._separator = separator
@@ -201,7 +201,7 @@ class Files:
         except InputError:
             raise
         except Exception as error:
-            # Each file system has errors of its own.
+            # Each file system has its own errors.
             raise InputError(f"{text}: {_line(error)}") from None
         files = [
             file
@@ -214,7 +214,7 @@ class Files:
         return files
 
     def _resolved(self, found: dict[str, Any], *, deep: bool) -> Iterator[tuple[str, Any]]:
-        """Yield the files of a listing, those behind links too, and if `deep`, behind links to folders."""
+        """Yield the files of a listing, also behind links and, if `deep`, behind links to folders."""
         for name, details in found.items():
             linked = details["type"] == "other"
             if linked:
@@ -236,7 +236,7 @@ class Files:
         return _File(path, name, int(details.get("size") or 0), version)
 
     def _readable(self, file: _File) -> Values:
-        """Yield the rows of a file; if it is broken, those before that place and one error for the rest."""
+        """Yield the rows of a file; if it is broken, the rows before the break and one error for the rest."""
         count = 0
         try:
             for row in self._values(file):
@@ -246,7 +246,9 @@ class Files:
             first = file is self._files[0] and isinstance(error, FormError)
             if not count and (first or len(self._files) == 1):
                 raise
-            yield RowError("unreadable_rows", f"{error}. What follows row {count} of this file can't be read")
+            yield RowError(
+                "unreadable_rows", f"{error}. The rows after row {count} of this file can't be read"
+            )
 
     def _values(self, file: _File) -> Values:
         format = self._format or _format(file.path) or ""
@@ -255,7 +257,7 @@ class Files:
         try:
             stored = self._system.open(file.path, "rb", **streamed)
         except Exception as error:
-            # Each file system and each codec has errors of its own.
+            # Each file system and each codec has its own errors.
             raise InputError(f"{file.path}: {_line(error)}") from None
         with closing(stored):
             raw = _Guarded(stored, file.path, InputError)
@@ -353,7 +355,7 @@ def _filesystem(text: str) -> tuple[Any, str]:
         needs = f"this needs {extra('hf')}" if scheme == "hf" else _line(error)
         raise InputError(f"{text}: {needs}") from None
     except Exception as error:
-        # Each file system and each codec has errors of its own.
+        # Each file system and each codec has its own errors.
         raise InputError(f"{text}: {_line(error)}") from None
     return system, path
 
@@ -387,7 +389,7 @@ def _converted(text: str, filesystems: FileSystems) -> str:
             message = f"no such dataset, or the Hub hasn't converted it to Parquet: {files}"
             raise InputError(f"{text}: {message}") from None
         except Exception as error:
-            # Each file system and each codec has errors of its own.
+            # Each file system and each codec has its own errors.
             raise InputError(f"{text}: {_line(error)}") from None
         return sorted(PurePosixPath(one["name"]).name for one in found if one["type"] == "directory")
 
@@ -454,7 +456,7 @@ def _line(error: BaseException) -> str:
 
 
 class _Guarded(io.RawIOBase):
-    """A file whose errors are those of a run.
+    """A file whose errors are errors of a run.
 
     Args:
         file: The file.
@@ -476,17 +478,17 @@ class _Guarded(io.RawIOBase):
         return bool(self._file.seekable())
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a place."""
+        """Move to an offset."""
         return int(self._file.seek(offset, whence))
 
     def tell(self) -> int:
-        """Return the place."""
+        """Return the offset."""
         return int(self._file.tell())
 
     def read(self, size: int = -1) -> bytes:
         """Read bytes; none at the end."""
         try:
-            # A read that fails drops what it has read already: so few bytes at a time of a decompressor.
+            # A failed read drops the bytes it has read already, so a decompressor is read in small pieces.
             if self._error is CorruptError and size > 0:
                 found = self._file.read1(min(size, CODEC_BYTES))
             else:
@@ -494,7 +496,7 @@ class _Guarded(io.RawIOBase):
         except InputError:
             raise
         except Exception as error:
-            # Each file system and each codec has errors of its own.
+            # Each file system and each codec has its own errors.
             raise self._error(f"{self._name}: {_line(error)}") from None
         return bytes(found)
 

@@ -1,8 +1,7 @@
-"""A run: sends the rows of a dataset through a service, and records what comes back.
+"""A run: sends the rows of a dataset through a service, and records the results.
 
-A thread reads the input ahead, as far as a window of rows. When the rows of the window before are sent, the
-rows that are there by then are put in order: rows that share a prefix are sent together, as those of a batch
-are (`serve_app.jobs.plan`).
+A thread reads ahead by up to a window of rows. When the rows of the previous window are sent, the rows read
+so far are put in order: rows that share a prefix are sent together, as in a batch (`serve_app.jobs.plan`).
 """
 
 import asyncio
@@ -40,28 +39,28 @@ WINDOW = 50_000, 128 << 20
 """Most rows that are read ahead and put in order together, and most bytes of their prompts."""
 
 FIRST_S, SILENT_S = 10.0, 0.3
-"""Seconds in which the first window fills; of a pipe, which may stay silent, only few."""
+"""Seconds in which the first window fills; only few for a pipe, which may stay silent."""
 
 LOW_ROWS = 64
-"""Rows that are ready below which more are made ready."""
+"""Number of ready rows below which more are made ready."""
 
 SLICE_ROWS = 256
 """Rows that are made ready at once."""
 
 CHECKED_ROWS = 50
-"""Rows of which at least one must have the columns that the prompt needs."""
+"""First rows; at least one of these must have the columns that the prompt needs."""
 
 ASKED_ROWS = 1_000
-"""Rows of which the output is asked at once whether they are done."""
+"""Rows in one query of the output for rows that are done."""
 
 GATHER_S = 0.05
-"""Seconds for which results are gathered: a commit of one takes nearly as long as one of many."""
+"""Seconds for which results are gathered: committing one result takes nearly as long as committing many."""
 
 READY_GROUPS = 8
 """Groups of results that wait for the caller of `run`."""
 
 MOST_ROWS = 1024
-"""Most rows at the service at once, where the number adapts to it."""
+"""Most rows at the service at once, if the number adapts to the service."""
 
 TICK_S = 0.5
 
@@ -70,7 +69,7 @@ UNREADABLE = {"invalid_row", "unreadable_rows"}
 
 Record = Callable[[Sequence[Result]], None]
 Done = Callable[[int, int], set[int]]
-"""Returns which of the rows from a first to a last one are done."""
+"""Takes the numbers of a first and a last row, and returns which rows in this range are done."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -89,7 +88,7 @@ class Item:
 
     @classmethod
     def of(cls, row: InputRow, prompter: Prompter, id_column: str) -> "Item":
-        """Return a row of the input as it is sent."""
+        """Return a row of the input in the form in which it is sent."""
         if isinstance(row.values, RowError):
             return cls(row.number, row.number, row.values)
         id = row.values.get(id_column, row.number)
@@ -105,7 +104,7 @@ class Item:
 
 
 def check_columns(items: Iterable[Item]) -> None:
-    """Raise a CommandError if all rows that can be read lack a column: its name is wrong, not the rows."""
+    """Raise a CommandError if all readable rows lack a column: then its name is wrong, not the rows."""
     missing = None
     for item in items:
         if isinstance(item.prompt, MissingColumnError):
@@ -121,12 +120,12 @@ class ReadAhead:
 
     Args:
         rows: The rows.
-        done: Returns which rows are done; they are left out.
+        done: Returns which rows are done; done rows are left out.
         changed: Called in the thread when rows were read.
         window: Most rows, and most bytes of their prompts.
 
     Attributes:
-        read: Number of rows that were read, those that are left out too.
+        read: Number of rows that were read, including rows that are left out.
         ended: Whether all rows were read.
     """
 
@@ -164,14 +163,14 @@ class ReadAhead:
         return many or self.ended or self._error is not None
 
     def __len__(self) -> int:
-        """Return how many rows are here."""
+        """Return the number of rows that can be taken."""
         return len(self._items)
 
     def take(self) -> list[Item]:
-        """Return the rows that are here, and make room for others.
+        """Return the rows that were read, and make room for others.
 
         Raises:
-            RunError: The input can't be read on; all rows before that were taken.
+            RunError: The input can't be read further; all earlier rows were taken.
         """
         with self._room:
             items = [item for item, _ in self._items]
@@ -183,7 +182,7 @@ class ReadAhead:
         return items
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop reading."""
         with self._room:
             self._closed = True
             self._room.notify()
@@ -211,7 +210,7 @@ class ReadAhead:
                     self._changed()
             self.ended = True
         except Exception as error:
-            # The run raises it once the rows before are sent.
+            # The run raises the error once the rows before it are sent.
             self._error = error
         self._changed()
 
@@ -224,10 +223,10 @@ class DatasetRun(BatchRun):
         chat: Whether prompts are lists of messages.
         tier: Service tier of the calls.
         write: Records results.
-        stats: Counts them.
+        stats: Counts the results.
 
     Attributes:
-        failure: The error that ended the run; None: there is none.
+        failure: The error that ended the run; None: no error.
     """
 
     def __init__(
@@ -341,7 +340,7 @@ class Drive:
         backoff: Waits between tries.
         observed: Whether the statistics of the service are read.
         gather_s: Seconds for which results are gathered, to be recorded together.
-        silent: Whether the input may stay silent without end, as a pipe may.
+        silent: Whether the input may stay silent without end, like a pipe.
         window: Bounds of the rows that are read ahead; see `ReadAhead`.
 
     Attributes:
@@ -411,7 +410,7 @@ class Drive:
         return self._reading is not None and self._reading.silent
 
     def stop(self) -> None:
-        """Send no more rows; those in flight are finished."""
+        """Stop sending rows; rows in flight are finished."""
         self._stopping = True
         self._changed.set()
 
@@ -467,7 +466,7 @@ class Drive:
                     run.fail(error)
                     more = False
             if run.stopping.is_set():
-                # Rows that wait for their next try have their places only to end.
+                # Rows that wait for their next try get places only to end.
                 runner.stop(run)
             elif run.rows or run.due:
                 runner.fill(None, [run])
@@ -477,7 +476,7 @@ class Drive:
             await wait_for_event(self._changed, TICK_S)
 
     async def _make_ready(self, runner: Runner, run: DatasetRun, reading: ReadAhead) -> bool:
-        """Make rows ready to be sent; return whether others may follow.
+        """Make rows ready to be sent; return whether more may follow.
 
         Raises:
             RunError: The input can't be read, or the output can't be written.
@@ -554,7 +553,7 @@ async def run(
         client: The service.
         prompts: Makes prompts from rows; by default the column `prompt` is the prompt.
         sampling: Sampling fields of `/generate`.
-        model: Id of the model; may be left out where only one is served.
+        model: Id of the model; may be left out if only one is served.
         service_tier: Tier of the calls; "flex" goes behind live traffic.
         chunk: Rows in one call.
         concurrency: Concurrent calls; "auto" adapts to the service.
@@ -572,7 +571,7 @@ async def run(
     ready: asyncio.Queue[Sequence[Result]] = asyncio.Queue(READY_GROUPS)
 
     def write(results: Sequence[Result]) -> None:
-        # The run waits for a caller who is slow to take rows.
+        # The run waits for a caller that is slow to take rows.
         asyncio.run_coroutine_threadsafe(ready.put(results), loop).result()
 
     drive = Drive(
@@ -604,7 +603,7 @@ async def run(
     finally:
         driving.cancel()
         while not driving.done():
-            # A thread may wait for room.
+            # A thread may wait for room in the queue.
             while not ready.empty():
                 ready.get_nowait()
             await asyncio.wait([driving], timeout=TICK_S / 10)

@@ -31,13 +31,13 @@ class RowService(Protocol):
         """Send a call and return its answer; see `Client`."""
 
     async def refresh(self) -> None:
-        """Learn which adapters are served now."""
+        """Read which adapters are served now."""
 
     def base_of(self, model: str) -> str | None:
         """Return the model whose engines run a model or an adapter; None: it isn't served now."""
 
     async def replicas(self) -> list[ReplicaStats] | None:
-        """Return the statistics of the model's replicas; None where they can't be had now."""
+        """Return the statistics of the model's replicas; None if unavailable."""
 
     async def close(self) -> None:
         """Close the connections."""
@@ -97,7 +97,7 @@ class RunStats:
 
     Attributes:
         rows: Rows that this run has finished.
-        failed: Those of them without a result, by type of error.
+        failed: Finished rows without a result, by type of error.
         prompt_tokens: Tokens of the prompts.
         completion_tokens: Tokens of the results.
         utilization: Utilization of the service.
@@ -130,7 +130,7 @@ class RunStats:
             self.completion_tokens += result.tokens.output_tokens
 
     def follow(self, runner: Runner) -> None:
-        """Take over what the runner counts."""
+        """Copy the counts of the runner."""
         self.retries, self.trouble = runner.retried, runner.trouble
 
     def end(self) -> None:
@@ -184,7 +184,7 @@ class Measured:
 
     Args:
         service: The service.
-        stats: Takes the figures.
+        stats: Gets the measurements.
 
     Attributes:
         asleep: Whether the model has no replica, as of the last statistics.
@@ -211,7 +211,7 @@ class Measured:
         return answer
 
     async def refresh(self) -> None:
-        """Learn which adapters are served now."""
+        """Read which adapters are served now."""
         await self._service.refresh()
 
     def base_of(self, model: str) -> str | None:
@@ -219,7 +219,7 @@ class Measured:
         return self._service.base_of(model)
 
     async def load(self, base: str | None) -> EngineLoad | None:
-        """Return the load of the engines, and note their utilization; None: it isn't known."""
+        """Return the load of the engines, and note their utilization; None: unknown."""
         replicas = await self._service.replicas()
         if replicas is None:
             return None

@@ -1,4 +1,4 @@
-"""Brings batches through their states: validation, rows, results, the end, and what is forecast of it."""
+"""Moves batches through their states: validation, rows, results, the end; and forecasts their end."""
 
 import asyncio
 import logging
@@ -37,37 +37,37 @@ LOW_ROWS = 64
 """Rows in memory below which more are read."""
 
 KEY_GONE_S = 5.0
-"""Seconds after which a key that holds no more ends its batches: an editor may write the keys file in two
-steps, and the Ingress may read it before this process."""
+"""Seconds after which an invalid key ends its batches: an editor may write the keys file in two steps, and
+the Ingress may read it before this process."""
 
 SAVE_S = 60.0
-"""Seconds between two times at which what the engines have room for is stored."""
+"""Seconds between two times at which the profiles of the engines' capacity are stored."""
 
 WARN_S = 10.0
 """Seconds between two forecasts of the same batches."""
 
 NEW_WARNINGS = 8
-"""Batches for which the shortest window is looked for at once: it takes some milliseconds."""
+"""Batches whose shortest window is searched in one forecast: a search takes some milliseconds."""
 
 TIDY_S = 600.0
-"""Seconds between two deletions of files and batches whose time is over."""
+"""Seconds between two deletions of expired files and batches."""
 
 
 class OpenBatch(BatchRun):
-    """A batch that hasn't ended, and what of it is in memory.
+    """A batch that hasn't ended, with its state in memory.
 
     Args:
         batch: Its stored state.
         write: Commits results of the batch with an id; see `storage.record`.
 
     Attributes:
-        unsent: The rows that aren't read; None: nobody has looked for them yet.
+        unsent: The rows that aren't read; None: not determined yet.
         read: Whether all rows were read.
-        busy: Whether something other than rows is under way: validation, reading, the end.
-        resting: Whether that has failed, and waits to be tried again.
-        keyless_since: When its API key was first seen to hold no more; None: the key holds.
-        lost: Message, if content is gone; the batch fails.
-        meter: Measures the work of its model; None: nothing does.
+        busy: Whether other work than rows is in progress: validation, reading, the end.
+        resting: Whether this work has failed and waits for its next try.
+        keyless_since: When its API key was first seen to be invalid; None: the key is valid.
+        lost: Message about content that is gone, so that the batch fails; empty: no content is gone.
+        meter: Measures the work of its model; None: not measured.
     """
 
     def __init__(self, batch: Batch, write: Write = lambda id, results: None) -> None:
@@ -87,7 +87,7 @@ class OpenBatch(BatchRun):
 
     @property
     def batch(self) -> Batch:
-        """Its state as far as it matters here; the store has the counts."""
+        """The stored batch; only the store has its current counts."""
         return self._batch
 
     @batch.setter
@@ -136,25 +136,25 @@ def _scheduling(batch: Batch) -> Scheduling:
 class BatchRunner:
     """Runs all open batches of a store.
 
-    Batches of a tenant for one model go by their deadlines; the next one begins when all rows of the one
-    before are taken. Rows that were taken stay where they are when a batch with an earlier deadline comes.
-    Batches for another model go beside them. The rows of a batch that has several models are treated as those
-    of a model of its own. A `Runner` sends the rows.
+    Batches of a tenant for one model run in the order of their deadlines; the next batch begins when all rows
+    of the batch before are taken. Taken rows stay where they are when a batch with an earlier deadline comes.
+    Batches for different models run side by side. Batches with several models are treated as batches for one
+    more model. A `Runner` sends the rows.
 
     Args:
         store: The state.
         content: The contents.
         client: The engines.
         rules: Models and limits of the batches, by the keys that created them.
-        tick_s: Seconds between two looks at deadlines, and after which what failed is tried again.
-        key_gone_s: Seconds after which a key that holds no more ends its batches.
+        tick_s: Seconds between two looks at deadlines, and until failed work is tried again.
+        key_gone_s: Seconds after which an invalid key ends its batches.
         clock: Seconds since the epoch.
         options: Limits of the rows; see `Runner`.
 
     Attributes:
         rows: Sends the rows.
         warnings: Messages about batches that may not end within their windows, by id.
-        verdicts: Open batches by what is known of their windows.
+        verdicts: Number of open batches, by the verdict on their windows.
     """
 
     def __init__(
@@ -195,12 +195,12 @@ class BatchRunner:
         self._group = asyncio.TaskGroup()
 
     def notice(self) -> None:
-        """Look at the store again: a batch was added or cancelled."""
+        """Have the store read again: a batch was added or cancelled."""
         self._stale = True
         self._changed.set()
 
     def stop(self) -> None:
-        """Send no more rows. `run` returns when those in flight are recorded."""
+        """Stop sending rows. `run` returns when the rows in flight are recorded."""
         self._stopping = True
         for one in self._open.values():
             self.rows.stop(one)
@@ -209,7 +209,7 @@ class BatchRunner:
     async def run(self) -> None:
         """Run batches until `stop` is called.
 
-        If it is cancelled instead, the next run sends the rows in flight again.
+        If `run` is cancelled instead, the next run sends the rows in flight again.
         """
         async with asyncio.TaskGroup() as self._group, self.rows:
             background = [self._group.create_task(work()) for work in (self._tidy, self._save)]
@@ -225,13 +225,13 @@ class BatchRunner:
             await self._save_profiles()
 
     async def _wait(self) -> None:
-        # Batches that were begun come first.
+        # Work that was begun runs first.
         await asyncio.sleep(0)
         if not await wait_for_event(self._changed, self._tick_s):
             self._stale = True
 
     async def _look(self) -> None:
-        """Read the open batches. One that was busy meanwhile has its state from what it was busy with."""
+        """Read the open batches. A batch that was busy meanwhile has its state from its own work."""
         self._stale = False
         busy = {id for id, one in self._open.items() if one.busy}
         try:
@@ -254,7 +254,7 @@ class BatchRunner:
             self._forecast_of, self._forecast_at = seen, self._clock()
 
     async def _forecast(self) -> None:
-        """Tell, once in the log, which batches may not end in time."""
+        """Find the batches that may not end in time; each warning is logged once."""
         try:
             latest = await asyncio.to_thread(self._store.latest_batches, int(self._clock() - LATEST_S))
         except DatabaseError as error:
@@ -292,7 +292,7 @@ class BatchRunner:
         return message
 
     def foresee(self, batch: Batch, size: int) -> tuple[Batch, Outlook]:
-        """Return a new batch with what is known of it, and its outlook. May be called in any thread.
+        """Return a new batch with its estimates, and its outlook. May be called in any thread.
 
         Args:
             batch: The batch, which isn't stored yet.
@@ -305,7 +305,7 @@ class BatchRunner:
         try:
             found = sketch(self._content.path(batch.input_file), batch.endpoint, size)
         except ContentLostError:
-            # Its validation says so.
+            # The validation reports it.
             return batch, Outlook("unknown")
         batch = replace(batch, work=found.work, model=found.model)
         model = self._profile_of(batch)
@@ -322,13 +322,13 @@ class BatchRunner:
         return Queue(batches, profile.ahead(now) if profile else None, demand, now)
 
     def _profile_of(self, batch: Batch) -> str:
-        """Return the name of the profile of a batch: its model; empty: it has several."""
+        """Return the name of the profile of a batch: its model; empty: it has several models."""
         return (self._client.base_of(batch.model) if batch.model else None) or ""
 
     def _step(self) -> None:
-        """Begin what can be begun now."""
+        """Begin all work that can begin now."""
         heads: dict[tuple[str | None, str], OpenBatch] = {}
-        # A row that was taken goes before those that weren't, also of a batch that came earlier.
+        # A taken row goes before rows that aren't taken, even those of an earlier batch.
         due: dict[tuple[str | None, str], OpenBatch] = {}
         unvalidated: list[OpenBatch] = []
         validating = any(
@@ -361,7 +361,7 @@ class BatchRunner:
             elif heads.get(turn) is one and not one.read and len(one.rows) < LOW_ROWS:
                 self._begin(one, self._read)
         if unvalidated and not validating:
-            # One at a time: it keeps a core busy. The tenant is next whose last turn is the longest ago.
+            # One at a time: a validation keeps a core busy. The tenant with the oldest last turn is next.
             one = min(unvalidated, key=lambda one: self._validated.get(one.tenant, 0))
             self._validated[one.tenant] = 1 + max(self._validated.values(), default=0)
             self._begin(one, self._validate)
@@ -374,7 +374,7 @@ class BatchRunner:
             self.rows.fill(base, runs)
 
     def _keyless_s(self, one: OpenBatch) -> float | None:
-        """Return the seconds for which the key of a batch holds no more; None: nothing depends on it."""
+        """Return the seconds since the key of a batch became invalid; None: valid, or no longer needed."""
         open = one.batch.state in ("validating", "in_progress") and not one.stopping.is_set()
         if not open or (one.exhausted and not one.in_flight) or not self._rules.ended(one.batch.api_key):
             one.keyless_since = None
@@ -393,7 +393,7 @@ class BatchRunner:
         except ContentLostError as error:
             one.lost = str(error)
         except (StateError, NotFoundError, RequestError) as error:
-            # It was cancelled, or has ended and was deleted, since the store was read; or its key is gone.
+            # Since the store was read, the batch was cancelled, or ended and was deleted, or its key is gone.
             logger.info("%s: %r", one.batch.id, error)
         except (OSError, DatabaseError) as error:
             logger.error("%s: next try in %g s: %s", one.batch.id, self._tick_s, error)
@@ -413,7 +413,7 @@ class BatchRunner:
         limits = self._rules.common.model_copy(update={"max_lines": rights["max_lines"]})
         found = await asyncio.to_thread(validate, path, batch.endpoint, models, limits)
         if found.plan is None:
-            # An earlier validation, by other limits or models, may have left one.
+            # An earlier validation, with other limits or models, may have left a plan.
             await asyncio.to_thread(self._content.remove, plan_id(batch.id))
             await asyncio.to_thread(self._store.end, batch.id, "failed", self._now(), found.errors)
         else:
@@ -429,7 +429,7 @@ class BatchRunner:
             )
 
     async def _cancel(self, one: OpenBatch) -> None:
-        """Cancel a batch whose key holds no more."""
+        """Cancel a batch whose key is no longer valid."""
         batch = one.batch
         if (what := self._rules.ended(batch.api_key)) is None:
             return
@@ -450,7 +450,7 @@ class BatchRunner:
             one.read, one.unsent = True, None
 
     async def _end(self, one: OpenBatch) -> None:
-        """End a batch of which nothing is in flight."""
+        """End a batch with nothing in flight."""
         one.rows.clear()
         batch = one.batch
         if one.lost:
@@ -462,7 +462,7 @@ class BatchRunner:
         await finished(close, self._store, self._content, batch, self._now())
 
     def _rows_wait(self, base: str | None) -> bool:
-        """Return whether there are rows of a model that haven't been taken."""
+        """Return whether a model has rows that haven't been taken."""
         return any(one.base == base and one.takes_rows and not one.exhausted for one in self._open.values())
 
     def _write(self, id: str, results: Sequence[Result]) -> None:
@@ -472,7 +472,7 @@ class BatchRunner:
         return self._meters.setdefault(base, Meter(self._clock))
 
     def _measure(self, base: str | None, busy: bool) -> None:
-        """Learn what the engines of a model have room for."""
+        """Measure the capacity of a model's engines for batches."""
         waiting = busy and self._rows_wait(base)
         work, seconds = self._meter(base).look(waiting, self.rows.in_flight_of(base))
         if seconds:
@@ -490,7 +490,7 @@ class BatchRunner:
                 await asyncio.to_thread(self._store.keep_capacity, model, self._profiles[model].hours)
                 self._unsaved.discard(model)
             except DatabaseError as error:
-                logger.warning("batches: what the engines have room for can't be stored: %s", error)
+                logger.warning("batches: the capacity of the engines can't be stored: %s", error)
 
     async def _tidy(self) -> None:
         while True:
@@ -498,7 +498,7 @@ class BatchRunner:
                 limits = self._rules.common
                 await asyncio.to_thread(remove_expired, self._store, self._content, self._now(), limits)
             except (OSError, DatabaseError) as error:
-                logger.error("files and batches whose time is over can't be deleted: %s", error)
+                logger.error("expired files and batches can't be deleted: %s", error)
             await asyncio.sleep(TIDY_S)
 
     def _now(self) -> int:

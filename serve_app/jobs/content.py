@@ -1,19 +1,19 @@
 """Contents of files: uploads as they came, and results that are appended in parts.
 
-A content that is complete is one file, `files/ID`, and never changes. Results that are still written are
-parts in the folder `parts/ID`. The name of a part has the epoch of its writer (see `Store`) and the offset of
-its first byte:
+A complete content is one file, `files/ID`, and never changes. Results that are still written are parts in the
+folder `parts/ID`. The name of a part contains the epoch of its writer (see `Store`) and the offset of its
+first byte:
 
 - An append writes a new part. Nothing is truncated.
 - Until the content is complete, a process writes, merges and deletes parts of its own epoch only: a process
-  that was taken over, and does not know it yet, destroys nothing.
-- Of two parts that have a byte, the one with the higher epoch is right. A process begins at the length that
-  is committed, and once it has begun, no older one commits. So a part of a lower epoch is right up to the
-  first byte of a higher one, and wrong behind it.
-- `files/ID` wins over all parts: it is made of the committed ones when no more can be committed, and then the
+  that was taken over without noticing it destroys nothing.
+- If two parts contain the same byte, the part with the higher epoch is right. A process begins at the
+  committed length, and once it has begun, no older process commits. So a part of a lower epoch is right up to
+  the first byte of a part of a higher epoch, and wrong after it.
+- `files/ID` wins over all parts: it is made of the committed parts when no more can be committed; then the
   parts are deleted.
 
-The same holds on a disk and in object storage; a `Storage` has the difference.
+Disks and object storage follow the same rules; a `Storage` hides their differences.
 """
 
 import os
@@ -32,19 +32,19 @@ PIECE_BYTES = 1 << 18
 """Bytes that are read at once."""
 
 PART_BYTES = 16 << 20
-"""Bytes from which on a part is not merged any more."""
+"""Bytes from which a part is not merged any more."""
 
 MERGED_PARTS = 16
-"""Parts that are merged into one, and as many of those into the next larger one."""
+"""Parts that are merged into one; the same number of merged parts forms the next larger part."""
 
 FOLDER = "files"
 """The folder of the contents, beside the database."""
 
 DRAFT = re.compile(r"(?:(\d+)-)?[0-9a-f]{32}")
-"""Name of a draft; one of an earlier version has no epoch."""
+"""Name of a draft; drafts of an earlier version have no epoch."""
 
 PART = re.compile(r"(?:(\d+)-)?(\d{20})")
-"""Name of a part; one of an earlier version has no epoch."""
+"""Name of a part; parts of an earlier version have no epoch."""
 
 
 class Input(Protocol):
@@ -74,7 +74,7 @@ class Draft:
         self.size += len(data)
 
     def close(self) -> None:
-        """Write no more."""
+        """Close the draft for writing."""
         self._file.close()
 
     def sync(self) -> None:
@@ -86,7 +86,7 @@ class Draft:
     def discard(self) -> None:
         """Delete the draft."""
         self.path.unlink(missing_ok=True)
-        # The last bytes may find no space; nobody needs them.
+        # The last bytes may find no space; they aren't needed.
         with suppress(OSError):
             self._file.close()
 
@@ -98,7 +98,7 @@ class Storage(Protocol[I_co]):
     """Files by name, such as `files/ID`, on a disk or elsewhere. All errors are OSErrors."""
 
     def input(self, name: str) -> I_co:
-        """Return a file that is complete, for those who read some of its lines at a time."""
+        """Return a complete file, to read some of its lines at a time."""
 
     def open(self, name: str) -> IO[bytes]:
         """Open a file to read; raise a FileNotFoundError if it is missing."""
@@ -110,16 +110,16 @@ class Storage(Protocol[I_co]):
         """Return the length of a file; None: it is missing."""
 
     def list(self, folder: str) -> dict[str, int]:
-        """Return the names in a folder, without it, with their lengths."""
+        """Return the names in a folder, relative to the folder, with their lengths."""
 
     def put(self, draft: Draft, name: str) -> None:
-        """Make a draft a file, durably, in place of one that is there: after a crash either is whole."""
+        """Make a draft a file, durably, in place of an older file: after a crash, one of them is whole."""
 
     def remove(self, names: Sequence[str]) -> None:
-        """Delete files, as far as they are there."""
+        """Delete the files that exist."""
 
     def remove_folder(self, folder: str) -> None:
-        """Delete a folder with all of its files, if it is there."""
+        """Delete a folder with all of its files, if it exists."""
 
 
 class DiskContent:
@@ -144,7 +144,7 @@ class DiskContent:
         return self.input(name).open("rb")
 
     def spans(self, name: str, places: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Return bytes of a file, given by their offsets and lengths; behind its end there are none."""
+        """Return bytes of a file, by offsets and lengths; reads stop at its end."""
         found = []
         with self.open(name) as file:
             for offset, size in places:
@@ -177,18 +177,18 @@ class DiskContent:
         reach("content.kept")
 
     def remove(self, names: Sequence[str]) -> None:
-        """Delete files, as far as they are there, and folders that are empty then."""
+        """Delete the files that exist, and folders that become empty."""
         for name in names:
             self.input(name).unlink(missing_ok=True)
         for folder in {self.input(name).parent for name in names} - {self._folder / FOLDER}:
-            # Others are still in it, or another process was faster.
+            # Other files are still in the folder, or another process was faster.
             with suppress(OSError):
                 folder.rmdir()
 
     def remove_folder(self, folder: str) -> None:
-        """Delete a folder with all of its files, if it is there."""
+        """Delete a folder with all of its files, if it exists."""
         self.remove([f"{folder}/{name}" for name in self.list(folder)])
-        # It may have been empty, and another process may write to it.
+        # `remove` leaves a folder that had no files, and another process may write to the folder.
         with suppress(OSError):
             self.input(folder).rmdir()
 
@@ -213,9 +213,9 @@ class ContentPart(NamedTuple):
     Attributes:
         epoch: Epoch of its writer; 0: an earlier version wrote it.
         start: Offset of its first byte.
-        end: Offset behind its last byte.
+        end: Offset after its last byte.
         name: Name in the storage.
-        merged: How often it was merged; None: it is large enough.
+        merged: Number of times it was merged; None: it is large enough.
     """
 
     epoch: int
@@ -229,10 +229,10 @@ class Content(Generic[I_co]):
     """Contents by id. Its methods may be called in any thread, but only one at a time for each id.
 
     Args:
-        folder: Folder of what is being received or made; that of earlier epochs is deleted.
+        folder: Folder of the drafts; drafts of earlier epochs are deleted.
         epoch: The epoch of the owner, `Store.epoch`.
-        storage: Where the contents are; a `DiskContent` has the same folder.
-        part_bytes: Bytes from which on a part is not merged any more.
+        storage: Where the contents are; a `DiskContent` uses the same folder.
+        part_bytes: Bytes from which a part is not merged any more.
         merged_parts: Parts that are merged into one.
     """
 
@@ -249,7 +249,7 @@ class Content(Generic[I_co]):
         self._storage = storage
         self._part_bytes = part_bytes
         self._merged_parts = merged_parts
-        # Parts of this process that follow each other, by content.
+        # Consecutive parts of this process, by content.
         self._own: dict[str, list[ContentPart]] = {}
         self._drafts = folder / "drafts"
         self._drafts.mkdir(0o700, parents=True, exist_ok=True)
@@ -258,11 +258,11 @@ class Content(Generic[I_co]):
                 path.unlink(missing_ok=True)
 
     def path(self, id: str) -> I_co:
-        """Return a content that is complete, to be read."""
+        """Return a complete content, to be read."""
         return self._storage.input(_whole(id))
 
     def size(self, id: str) -> int | None:
-        """Return the length of a content that is complete; None: it is missing, or not complete."""
+        """Return the length of a complete content; None: it is missing or incomplete."""
         return self._storage.size(_whole(id))
 
     def draft(self) -> Draft:
@@ -270,15 +270,15 @@ class Content(Generic[I_co]):
         return Draft(self._drafts / f"{self._epoch}-{uuid4().hex}")
 
     def keep(self, draft: Draft, id: str) -> None:
-        """Make a draft the content of an id, durably: after a crash it is there as a whole, or not at all."""
+        """Make a draft the content of an id, durably: after a crash it exists as a whole, or not at all."""
         self._storage.put(draft, _whole(id))
 
     def append(self, id: str, offset: int, data: bytes) -> None:
-        """Write results at an offset, durably. What this process wrote at it or behind it counts no more.
+        """Write results at an offset, durably. They replace what this process wrote from the offset on.
 
         Args:
             id: The content.
-            offset: The length that is committed.
+            offset: The committed length.
             data: The bytes.
 
         Raises:
@@ -309,12 +309,12 @@ class Content(Generic[I_co]):
         reach("content.synced")
 
     def take_back(self, id: str, offset: int) -> None:
-        """Delete the part that this process appended last at an offset, and that was not committed."""
+        """Delete the uncommitted part at an offset that this process appended last."""
         self._own.pop(id, None)
         self._storage.remove([self._part(id, offset)])
 
     def seal(self, id: str, size: int) -> None:
-        """Complete a content of which no more than `size` bytes will ever be committed.
+        """Complete a content whose committed length remains `size`.
 
         Raises:
             ContentLostError: The content is shorter than `size`.
@@ -333,7 +333,7 @@ class Content(Generic[I_co]):
         self._remove_parts(id)
 
     def pieces(self, id: str, size: int, start: int = 0) -> Iterator[bytes]:
-        """Yield the first `size` bytes of a content, without the first `start` ones.
+        """Yield the bytes of a content from `start` to `size`.
 
         Raises:
             ContentLostError: The content is missing, or shorter.
@@ -345,13 +345,13 @@ class Content(Generic[I_co]):
                     start += len(piece)
                     yield piece
             except (FileNotFoundError, ContentLostError) as error:
-                # Parts are merged while they are read. Those that are found now have the same bytes.
+                # Parts may be merged while they are read. The parts that are found now have the same bytes.
                 if start == tried:
                     raise ContentLostError(f"the content of {id} is gone, or shorter than it was") from error
                 tried = start
 
     def spans(self, id: str, places: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Return bytes of a content that is complete, by offsets and lengths; there are none behind its end.
+        """Return bytes of a complete content, by offsets and lengths; reads stop at its end.
 
         Raises:
             ContentLostError: The content is missing.
@@ -362,18 +362,18 @@ class Content(Generic[I_co]):
             raise ContentLostError(f"the content of {id} is gone") from None
 
     def remove(self, id: str) -> None:
-        """Delete a content, if it is there."""
+        """Delete a content, if it exists."""
         reach("content.remove")
         self._storage.remove([_whole(id)])
         self._remove_parts(id)
 
     def adopt(self, id: str) -> None:
-        """Go on with results that an earlier version has appended to one file: they are the first part.
+        """Make results that an earlier version has appended to one file the first part of a content.
 
-        It may be called for each content of an open batch when the batches are opened, and only then.
+        May be called only when the batches are opened, for each content of an open batch.
         """
         disk: object = self._storage
-        # That version had parts in object storage already.
+        # In object storage, that version wrote parts already.
         if isinstance(disk, DiskContent) and self.size(id) is not None and not self._parts(id):
             disk.rename(_whole(id), f"parts/{id}/{0:020d}")
 
@@ -395,10 +395,10 @@ class Content(Generic[I_co]):
                 yield piece
 
     def _merge(self, id: str, own: list[ContentPart]) -> None:
-        """Merge the last parts if they are enough of one kind. All are committed.
+        """Merge the last parts if enough of them were merged equally often. All of them are committed.
 
-        The merged part takes the place of the first one: it begins with the same bytes. The next ones are
-        deleted afterwards, and harm nobody if that fails.
+        The merged part replaces the first part, which has the same first bytes. The remaining parts are
+        deleted afterwards, and do no harm if that fails.
         """
         while len(last := own[-self._merged_parts :]) == self._merged_parts:
             merged = last[0].merged
@@ -446,17 +446,17 @@ def _whole(id: str) -> str:
 def _right_parts(
     id: str, parts: Sequence[ContentPart], start: int, end: int
 ) -> list[tuple[ContentPart, int, int]]:
-    """Return the parts that have the bytes from `start` to `end`, each with the offsets that are taken of it.
+    """Return the parts that have the bytes from `start` to `end`, each with the range to read from it.
 
     Raises:
-        ContentLostError: One is missing.
+        ContentLostError: Some bytes are in no part.
     """
     found = []
     while start < end:
         covering = [part for part in parts if part.start <= start < part.end]
         if not covering:
             raise ContentLostError(f"the content of {id} is gone, or shorter than it was")
-        # The highest epoch, and of its parts the last one.
+        # The highest epoch, and in this epoch the last part.
         best = max(covering, key=_rank)
         later = [part.start for part in parts if _rank(part) > _rank(best) and part.start > start]
         until = min(end, best.end, *later)

@@ -1,6 +1,6 @@
 """Tables of files and batches, and the databases that may hold them.
 
-A column of a file or a batch is a field of its dataclass in `models`, and nothing else.
+The columns of files and batches are exactly the fields of their dataclasses in `models`.
 """
 
 import fcntl
@@ -26,7 +26,7 @@ from serve_app.jobs.models import Batch, File, State
 
 
 class StoredText(sa.types.TypeDecorator[str]):
-    """Text. PostgreSQL's has no NUL, which a client may send."""
+    """Text. PostgreSQL stores no NUL, which a client may send."""
 
     impl = sa.Text
     cache_ok = True
@@ -39,17 +39,17 @@ class StoredText(sa.types.TypeDecorator[str]):
 
 
 class StoredJSON(sa.types.TypeDecorator[Any]):
-    """A value as text of JSON."""
+    """A value as JSON text."""
 
     impl = sa.Text
     cache_ok = True
 
     def process_bind_param(self, value: Any, dialect: sa.Dialect) -> str:
-        """Return the text of a value."""
+        """Return the JSON text of a value."""
         return to_json(value).decode()
 
     def process_result_value(self, value: str | None, dialect: sa.Dialect) -> Any:
-        """Return the value of a text."""
+        """Return the value of a JSON text."""
         return None if value is None else from_json(value)
 
 
@@ -109,8 +109,7 @@ FINISHED = sa.Table(
 """Input lines of open batches whose results are in the output or the error file."""
 
 WITHOUT_FILE = sa.Table("contents_without_file", METADATA, sa.Column("id", sa.Text(), primary_key=True))
-"""Contents that may be there although they have no file: of uploads that are being added, and of files that
-were deleted."""
+"""Contents that may exist without a file: of uploads that are being added, and of files that were deleted."""
 
 CAPACITY = sa.Table(
     "capacity",
@@ -120,7 +119,7 @@ CAPACITY = sa.Table(
     *(sa.Column(name, sa.Double(), nullable=False) for name in ("work", "seconds", "at")),
     sa.Column("error", sa.Double()),
 )
-"""Profiles of the models."""
+"""Capacity of the engines of each model, by hour of day."""
 
 OWNER = sa.Table("owner", METADATA, sa.Column("epoch", sa.BigInteger(), nullable=False))
 """The epoch of the process that may write, see `Store`."""
@@ -132,8 +131,8 @@ OWNER = sa.Table("owner", METADATA, sa.Column("epoch", sa.BigInteger(), nullable
 class Database:
     """A database that this process alone has open. Its methods may be called in any thread.
 
-    All of them raise a DatabaseError if the database fails; later calls work again once it does. One
-    connection writes, another one reads: it needn't wait while a commit is synced.
+    All of them raise a DatabaseError if the database fails; later calls work again once the database does.
+    One connection writes and another connection reads, so that reads needn't wait while a commit is synced.
 
     Attributes:
         place: Its name, for messages.
@@ -172,15 +171,15 @@ class Database:
             return connection.execute(query, values).mappings().all()
 
     def version(self) -> int:
-        """Return the version of the schema; 0: there is none."""
+        """Return the version of the schema; 0: no schema."""
         raise NotImplementedError
 
     def keep_version(self, connection: Connection, version: int) -> None:
-        """Note the version that the schema has at the end of a transaction."""
+        """Store the version that the schema has at the end of a transaction."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Close it."""
+        """Close the database."""
         with self._writing, self._reading:
             for connection in (self._writer, self._reader):
                 if connection is not None:
@@ -189,10 +188,10 @@ class Database:
             self._engine.dispose()
 
     def _hold(self, connection: Connection) -> None:
-        """Keep other processes out, as long as the connection that writes is open."""
+        """Keep other processes out while the writing connection is open."""
 
     def _opened(self, connection: Connection | None, hold: Callable[[Connection], None]) -> Connection:
-        """Return a connection that works; one that broke is opened again."""
+        """Return a working connection; a broken connection is opened again."""
         if connection is not None and not _is_broken(connection):
             return connection
         if connection is not None:
@@ -230,14 +229,14 @@ def _is_broken(connection: Connection) -> bool:
 class SQLite(Database):
     """SQLite in a file.
 
-    A commit is on the disk when it returns, so that a killed process, or a machine that loses power, goes on
-    from the last one.
+    A commit is on the disk when it returns, so that a process that was killed, or a machine that lost power,
+    continues from the last commit.
 
     Args:
         folder: Folder of the file; it is created if missing.
 
     Raises:
-        HeldError: Another process has it open.
+        HeldError: Another process has the folder open.
         DatabaseError: The file can't be read, or isn't a database.
     """
 
@@ -267,32 +266,33 @@ class SQLite(Database):
             raise
 
     def version(self) -> int:
-        """Return the version of the schema; 0: there is none."""
+        """Return the version of the schema; 0: no schema."""
         return int(self.rows(sa.text("PRAGMA user_version"))[0]["user_version"])
 
     def keep_version(self, connection: Connection, version: int) -> None:
-        """Note the version that the schema has at the end of a transaction."""
+        """Store the version that the schema has at the end of a transaction."""
         connection.exec_driver_sql(f"PRAGMA user_version = {version}")
 
     def close(self) -> None:
-        """Close it."""
+        """Close the database."""
         super().close()
         self._held.close()
 
     def _hold(self, connection: Connection) -> None:
         connection.exec_driver_sql("PRAGMA journal_mode = WAL")
-        # Each commit is synced; the default of WAL, NORMAL, may lose the last ones with the power.
+        # Each commit is synced; the default of WAL, NORMAL, may lose the last commits when the power fails.
         connection.exec_driver_sql("PRAGMA synchronous = FULL")
 
 
 LOCK = 7_283_650_114
-"""Number of the advisory lock that the process holds which has the batches open."""
+"""Number of the advisory lock of the process that has the batches open."""
 
 CONNECT_S = 10
 
 SILENCE_MS = 25_000
 """Milliseconds for which a machine may leave a query unacknowledged: as long as keep-alives take to find that
-an idle connection is broken. They aren't sent while a query is on its way, which could take 15 minutes."""
+an idle connection is broken. Keep-alives aren't sent while a query is on its way; without this limit, it
+could hang for 15 minutes."""
 
 PG_OPTIONS = {
     # A server that hangs must not hold up this process for good.
@@ -310,13 +310,14 @@ PG_OPTIONS = {
 class Postgres(Database):
     """PostgreSQL. A commit is on the server's disk when it returns, unless `synchronous_commit` is off there.
 
-    The lock that keeps out other processes belongs to the connection that writes, and is taken again with it.
+    The lock that keeps out other processes belongs to the writing connection, and is taken again with a new
+    connection.
 
     Args:
         url: URL of the database.
 
     Raises:
-        StoreError: Its package is missing.
+        StoreError: The package psycopg is missing.
         HeldError: Another process has the batches open.
         DatabaseError: The server can't be reached.
     """
@@ -333,7 +334,7 @@ class Postgres(Database):
         # Without the password.
         self.place = f"postgresql://{parts.hostname or ''}{parts.path}"
         self._url = url
-        # libpq reads the URL: it knows parameters that SQLAlchemy doesn't.
+        # libpq reads the URL: it supports parameters that SQLAlchemy doesn't.
         engine = sa.create_engine(
             "postgresql+psycopg://",
             creator=lambda: psycopg.connect(url, autocommit=True, **PG_OPTIONS),
@@ -345,14 +346,14 @@ class Postgres(Database):
             self._writer = self._opened(None, self._hold)
 
     def version(self) -> int:
-        """Return the version of the schema; 0: there is none."""
+        """Return the version of the schema; 0: no schema."""
         found = self.rows(sa.text("SELECT to_regclass('saturate_version') IS NOT NULL AS there"))
         if not found[0]["there"]:
             return 0
         return int(self.rows(sa.text("SELECT version FROM saturate_version"))[0]["version"])
 
     def keep_version(self, connection: Connection, version: int) -> None:
-        """Note the version that the schema has at the end of a transaction."""
+        """Store the version that the schema has at the end of a transaction."""
         for statement in (
             "CREATE TABLE IF NOT EXISTS saturate_version (version BIGINT NOT NULL)",
             "DELETE FROM saturate_version",
@@ -361,7 +362,7 @@ class Postgres(Database):
             connection.exec_driver_sql(statement)
 
     def close(self) -> None:
-        """Close it."""
+        """Close the database."""
         with self._writing:
             if self._writer is not None:
                 # The server notices the end of a connection a moment later.
@@ -373,5 +374,6 @@ class Postgres(Database):
         if connection.execute(sa.select(sa.func.pg_try_advisory_lock(LOCK))).scalar_one():
             return
         message = f"{self.place}: another process has these batches open; end it first"
-        # After a break, the server may not have noticed yet that the other one was this process.
+        # The lock may still belong to a broken connection of this process, which the server hasn't noticed
+        # yet.
         raise HeldError(message) if self._writer is None else DatabaseError(message)

@@ -23,7 +23,7 @@ from serve_app.system.serve_logging import flush_warnings
 logger = logging.getLogger("ray.serve")
 
 DRAIN_S = 5.0
-"""Seconds that rows in flight have when this replica stops. The next one sends again the others."""
+"""Seconds for rows in flight to end when this replica stops. The next replica sends the rest again."""
 
 
 class Batches:
@@ -81,12 +81,12 @@ class Batches:
         """Add a piece to the body of a request once there is room.
 
         Args:
-            upload: Its `RelayRequest.upload`.
+            upload: The request's `RelayRequest.upload`.
             data: The piece.
-            last: Nothing follows it.
+            last: Whether this is the last piece.
 
         Returns:
-            Whether the piece was taken; if not, the request has its answer already.
+            Whether the piece was taken; if not, the request has already been answered.
         """
         return await self._service.uploads.put(upload, data, last)
 
@@ -95,9 +95,9 @@ class Batches:
         return await self._service.stats()
 
     async def check_health(self) -> None:
-        """Raise if no batches are run any more, or the API keys are followed no more.
+        """Raise if the runner of the batches or the watcher of the API keys has ended.
 
-        Serve replaces this replica then.
+        Ray Serve then replaces this replica.
         """
         self._service.check()
         if self._keys:
@@ -113,7 +113,7 @@ class Batches:
 
 
 def _unusable(settings: BatchesSettings, error: OSError) -> str:
-    """Return the message about a place that can't be used, with the fields that name places."""
+    """Return the message about an unusable place, with the settings that name places."""
     places = {"batches.folder": settings.folder, "batches.content": settings.content}
     named = " or ".join(f"{field} ({place})" for field, place in places.items() if place)
     return f"{named}: {error}; it must be a place where the service can make folders and write files"

@@ -54,8 +54,8 @@ class EngineClient:
         settings: The config's `args`.
         engines: The handle of each model's Engine, by model id.
         health: The state of the models' deployments.
-        keys: The API keys, whose quotas hold for the rows of their batches; None: the service has none.
-        lost: Gets the calls that are lost with their engines; None: nobody does.
+        keys: The API keys, whose quotas hold for the rows of their batches; None: the service has no keys.
+        lost: Gets the calls that are lost with their engines; None: they are not recorded.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class EngineClient:
         return self._models
 
     async def refresh(self) -> None:
-        """Learn which adapters are served now."""
+        """Read which adapters are served now."""
         await self._models.refresh()
 
     async def send(
@@ -93,11 +93,12 @@ class EngineClient:
     ) -> RowAnswer:
         """Send a row and return its answer.
 
-        A row that loses an Engine is sent to another one. One that loses the second too may be what they die
-        of, or their neighbour: such rows run one at a time, and a row that loses a third Engine is given up.
+        A row that loses its Engine is sent to another Engine. After two lost Engines the row is a suspect: it
+        may be the cause, or may only have run beside the cause. Suspects run one at a time; a suspect that
+        loses a third Engine fails.
 
         Raises:
-            QuotaError: Its tenant or key has no quota for it now.
+            QuotaError: The tenant or key of the row has no quota left now.
             RequestError: The row is wrong, or no Engine could answer it.
         """
         text = to_json(body)
@@ -148,10 +149,10 @@ class EngineClient:
         """Return the load of the engines of a model.
 
         Args:
-            base: The model; None: all engines that had rows since the last such call.
+            base: The model; None: all engines that had rows since the last call with None.
 
         Returns:
-            Their load; None: it isn't known.
+            The load; None: unknown.
         """
         models = {base} if base else self._used | {model for model, rows in self._asked.items() if rows}
         if base is None:
@@ -192,7 +193,7 @@ class EngineClient:
         """Send a request to one Engine and return its answer.
 
         Raises:
-            QuotaError: A quota has nothing left for it now.
+            QuotaError: A quota has nothing left for the request now.
         """
         call = self._relays[model].ask(request)
         head: Head | None = None
@@ -204,7 +205,7 @@ class EngineClient:
                 pieces.append(piece.body)
                 complete = complete or piece.usage is not None
         except Exception:
-            # The answer is complete; what fails behind it changes nothing.
+            # The answer is complete; ignore an exception raised after it.
             if not complete:
                 raise
         finally:

@@ -10,11 +10,11 @@ class HeldError(StoreError):
 
 
 class DatabaseError(Exception):
-    """The database fails, or can't be reached; nothing is known of a commit that was under way."""
+    """The database fails or can't be reached; a commit in progress may or may not have taken place."""
 
 
 class FencedError(Exception):
-    """Another process has taken over the batches: nothing was written, and this process may write no more."""
+    """Another process has taken over the batches: nothing was written, and this process must stop writing."""
 
 
 class NotFoundError(Exception):
@@ -30,23 +30,23 @@ class TooManyError(Exception):
 
 
 class StateError(Exception):
-    """A batch can't go from its state into another one."""
+    """A batch can't change from its state to the requested state."""
 
 
 class RunError(Exception):
-    """A run can't go on; the message says why."""
+    """A run can't continue; the message says why."""
 
 
 class ContentLostError(RunError):
-    """Content that the store knows isn't on the disk."""
+    """Content that the store lists is missing from the disk."""
 
 
 class GaveUpError(RunError):
-    """The service failed at every try.
+    """The service failed on every try.
 
     Args:
-        tries: How many there were.
-        what: What was tried.
+        tries: Number of tries.
+        what: Name of the failed action.
         message: The last failure.
     """
 

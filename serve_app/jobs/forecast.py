@@ -1,16 +1,16 @@
-"""Forecast of the batches that end within their windows, and of those that can't.
+"""Forecast of which batches end within their windows, and which can't.
 
-Work is counted in tokens: `tokens.work_of`. Three estimates meet:
+Work is counted in tokens: `rows.work_of`. The forecast combines three estimates:
 
-- `DayProfile`: the work per second that live traffic has left to batches, by hour of day. It is learned only
-  while rows wait; how wrong it was of late is learned with it.
-- `RowDemand`: what the latest batches of each tenant were: how much of their bound was used, and how often
-new
-  work comes.
-- the queue: the batches of a tenant by deadline, the tenants side by side by their weights.
+- `DayProfile`: the work per second that live traffic leaves to batches, by hour of day. It is measured only
+  while rows wait, together with its recent error.
+- `RowDemand`: the latest batches of each tenant: how much of their bound was used, and how often new work
+  comes.
+- `Queue`: the batches of a tenant in the order of their deadlines, the tenants side by side by weight.
 
-The difference between what fits until a deadline and what is ahead of it, in standard deviations, is the
-answer. So one rule serves a service with exact knowledge and a service that has begun this morning.
+The verdict depends on the difference between the work that fits until a deadline and the work ahead of it, in
+standard deviations. So the same rule works for a service with exact knowledge and for a service that started
+this morning.
 """
 
 from bisect import bisect_left
@@ -27,47 +27,48 @@ from serve_app.jobs.rows import RowTokens, work_of
 HOUR_S, DAY_S = 3600, 86_400
 
 HALF_LIFE_S = 3.0 * DAY_S
-"""Seconds after which what was measured counts half."""
+"""Seconds after which a measurement counts half."""
 
 KNOWN_S = 60.0
-"""Seconds of measurement, after their decay, from which on an hour is known."""
+"""Seconds of measurement, after decay, from which an hour is known."""
 
 JUDGED_S = 300.0
-"""Seconds of measurement in an hour from which on it says how wrong the profile was."""
+"""Seconds of measurement from which an hour is compared with the profile."""
 
 NEW_ERROR = 0.3
-"""Relative error of a profile of which no hour has come twice."""
+"""Relative error of a profile in which no hour was measured twice."""
 
 LEAST_ERROR = 0.05
 
 UNKNOWN_ERROR = 0.5
-"""Relative error of the rate of an hour that was never measured, beside the range of the hours that were."""
+"""Relative error of the rate of an hour that was never measured, beside the range of the measured hours."""
 
 TOGETHER = 0.3
 """Correlation of the errors of two hours: a day with more traffic has more of it in all hours."""
 
 HORIZON_H = 8 * 24
-"""Hours that a forecast looks ahead: the longest window, and a day more."""
+"""Hours that a forecast looks ahead: the longest window plus a day."""
 
 LATEST_S = 7.0 * DAY_S
-"""Seconds for which a batch says what its tenant asks for."""
+"""Seconds for which a batch counts in the demand of its tenant."""
 
 LEAST_ROWS = 16
-"""Rows after which a batch says how much of its bound its answers take, and which count as much as what the
-tenant's earlier batches say."""
+"""Ended rows from which a batch shows how much of its bound its answers take. This number of rows weighs as
+much as the tenant's earlier batches."""
 
 SPREAD = 0.5
 """Relative deviation of a batch from the tenant's other batches, before there are several."""
 
 END_S = 60.0
-"""Seconds that the last rows of a batch take, and its end."""
+"""Seconds that the last rows and the end of a batch take."""
 
 HOLDS, KEPT, LATE = 2.0, 1.0, 2.5
-"""Standard deviations: from HOLDS on a window is promised, and later batches of the tenant may bring it to
-KEPT; from LATE on it surely doesn't hold. They are what `tests/serve_app/jobs/test_days.py` asks for."""
+"""Standard deviations: a window with a margin of HOLDS is promised, and later batches of the tenant may lower
+its margin to KEPT; a window that misses by LATE surely doesn't hold. `tests/serve_app/jobs/test_days.py`
+requires these values."""
 
 Verdict = Literal["holds", "unsure", "late", "breaks", "unknown"]
-"""Whether a window holds; "breaks": with it, a window of the same tenant that was promised might not."""
+"""Whether a window holds; "breaks": it may break a promised window of the same tenant."""
 
 REFUSED: frozenset[Verdict] = frozenset({"late", "breaks"})
 """Verdicts of the windows that `deadlines: refuse` refuses."""
@@ -79,12 +80,12 @@ UNKNOWN = (
 
 
 class Outlook(NamedTuple):
-    """What is known about the end of a batch.
+    """Forecast of the end of a batch.
 
     Attributes:
         verdict: Whether its window holds, as far as it is known.
-        message: What to tell its owner; empty: nothing.
-        margin: What fits until its deadline beyond what is ahead, in standard deviations.
+        message: Message to its owner; empty: no message.
+        margin: Work that fits until its deadline beyond the work ahead, in standard deviations.
     """
 
     verdict: Verdict
@@ -94,14 +95,15 @@ class Outlook(NamedTuple):
 
 @dataclass(slots=True)
 class Hour:
-    """What was measured in an hour of the day (UTC), on all days, the latest counting most.
+    """Measurements of an hour of the day (UTC) on all days; the latest days count most.
 
     Attributes:
         hour: 0 to 23.
         work: Work that was done while rows waited.
         seconds: Seconds for which rows waited.
-        at: When it was measured last, in seconds since the epoch.
-        error: Mean square of the relative error of its rate as a forecast; None: it came only once.
+        at: Time of the last measurement, in seconds since the epoch.
+        error: Mean square of the relative error of its rate as a forecast; None: the hour was measured only
+            once.
     """
 
     hour: int
@@ -115,7 +117,7 @@ class DayProfile:
     """Work per second that live traffic leaves to the batches of a model, by hour of day.
 
     Args:
-        hours: What is known already.
+        hours: Earlier measurements.
     """
 
     def __init__(self, hours: Iterable[Hour] = ()) -> None:
@@ -125,7 +127,7 @@ class DayProfile:
 
     @property
     def hours(self) -> list[Hour]:
-        """What is known, to be stored."""
+        """The measurements, to be stored."""
         return list(self._hours.values())
 
     def add(self, work: float, seconds: float, now: float) -> None:
@@ -133,7 +135,7 @@ class DayProfile:
 
         Args:
             work: The work.
-            seconds: The time it took.
+            seconds: Seconds that the work took.
             now: Seconds since the epoch.
         """
         if (day_hour := int(now // HOUR_S)) != self._day_hour:
@@ -147,7 +149,7 @@ class DayProfile:
         one.work, one.seconds, one.at = one.work * kept + work, one.seconds * kept + seconds, now
 
     def ahead(self, now: float) -> "Ahead | None":
-        """Return the work that fits from now on; None: nothing is known."""
+        """Return the work that fits from now on; None: nothing is measured."""
         known = self._known(now)
         if not known:
             return None
@@ -167,7 +169,7 @@ class DayProfile:
         }
 
     def _judge(self) -> None:
-        """Compare the hour that is over with what was known before it."""
+        """Compare the past hour with the rate that was known before it."""
         if not self._before or self._seconds < JUDGED_S:
             return
         one = self._hours[self._day_hour % 24]
@@ -216,14 +218,14 @@ class Ahead:
 
 
 class Habit(NamedTuple):
-    """What the latest batches of a tenant were.
+    """Statistics of the latest batches of a tenant.
 
     Attributes:
         used: Share of the bound of a batch that its answers took.
-        spread: Relative standard deviation of one batch from it.
-        flow: Work per second that comes anew.
+        spread: Relative standard deviation of the share of one batch.
+        flow: New work per second.
         burst: Work of the largest batch.
-        weight: The tenant's share in relation to the others.
+        weight: The tenant's share relative to other tenants.
     """
 
     used: float = 1.0
@@ -234,7 +236,7 @@ class Habit(NamedTuple):
 
 
 class RowDemand:
-    """What the tenants ask for of a model.
+    """The demand of the tenants for a model.
 
     Args:
         latest: The latest batches of the model, ended or open.
@@ -263,7 +265,7 @@ def _habit(batches: Sequence[Batch], others: Habit, now: float) -> Habit:
     squares = sum((share / used - 1) ** 2 for share, _ in shares) if used else 0.0
     spread = sqrt((squares + SPREAD**2) / (len(shares) + 1))
     works = [one.work * (_used(one) if _ended_rows(one) >= LEAST_ROWS else used) for one in batches]
-    # A service of a day has no week to look back to.
+    # A new service can't look back for a week.
     since = max(DAY_S, now - min((one.created_at for one in batches), default=now))
     weight = batches[0].weight or 1.0 if batches else 1.0
     return Habit(used, spread, sum(works) / since, max(works, default=0.0), weight)
@@ -274,7 +276,7 @@ def _ended_rows(batch: Batch) -> int:
 
 
 def _used(batch: Batch) -> float:
-    """Return the share of their bound that the rows of a batch took which have ended."""
+    """Return the share of their bound that the ended rows of a batch took."""
     if not batch.work:
         return 1.0
     tokens = RowTokens(batch.input_tokens, batch.cached_tokens, batch.output_tokens)
@@ -288,7 +290,7 @@ def remaining(batch: Batch) -> int:
 
 
 def in_order(batches: Iterable[Batch]) -> list[Batch]:
-    """Return batches in the order in which those of a tenant run: by deadline, then by arrival.
+    """Return batches in the order in which a tenant's batches run: by deadline, then by arrival.
 
     Args:
         batches: Open batches, the earliest first.
@@ -297,12 +299,12 @@ def in_order(batches: Iterable[Batch]) -> list[Batch]:
 
 
 class Queue:
-    """The batches of a model that haven't ended, and what of them fits.
+    """The open batches of a model, and whether they fit into their windows.
 
     Args:
         batches: The open batches, the earliest first.
-        ahead: The work that fits from now on; None: nothing is known.
-        demand: What the tenants ask for.
+        ahead: The work that fits from now on; None: nothing is measured.
+        demand: The demand of the tenants.
         now: Seconds since the epoch.
     """
 
@@ -332,9 +334,9 @@ class Queue:
         return found
 
     def outlook_of_new(self, batch: Batch, most_s: float) -> Outlook:
-        """Return the outlook of a batch of the queue that is new, with the shortest window that holds.
+        """Return the outlook of a new batch of the queue, with the shortest window that holds.
 
-        Promises to other tenants need no look: they were made in view of the shares of all.
+        Promises to other tenants need no check: they allowed for the shares of all tenants.
 
         Args:
             batch: The batch.
@@ -346,7 +348,7 @@ class Queue:
         return outlook._replace(message=f"{outlook.message}; {self.shortest(batch, most_s)}")
 
     def shortest(self, batch: Batch, most_s: float) -> str:
-        """Return words about the shortest window that holds for a batch of the queue, if it began now."""
+        """Return a message about the shortest window that holds for a batch of the queue, if it began now."""
         for hour in (*range(1, 24), *range(24, int(most_s // HOUR_S) + 1, 6)):
             other = replace(batch, expires_at=int(self._now) + hour * HOUR_S)
             if self._as_new(other).verdict == "holds":
@@ -361,8 +363,8 @@ class Queue:
         if outlook.verdict in ("holds", "unsure"):
             for one in own:
                 if one.promised and one.expires_at > batch.expires_at and found[one.id].margin < KEPT:
-                    message = f"With this completion_window, the batch goes before {one.id}"
-                    return Outlook("breaks", f"{message}, and the promised window of that one might not hold")
+                    message = f"With this completion_window, the batch runs before {one.id}"
+                    return Outlook("breaks", f"{message}, whose promised window might then not hold")
         return outlook
 
     def _forecast(self, tenant: str, own: Sequence[Batch]) -> dict[str, Outlook]:
@@ -379,7 +381,7 @@ class Queue:
             needed = self._now_only.together(done, weight)
             variance += (work * spread) ** 2
             room, error = self._ahead.until(one.expires_at - END_S)
-            # What other tenants may add until then, and never more than their shares.
+            # Other tenants may add work until then, but never more than their shares.
             left_s = max(0.0, one.expires_at - self._now)
             most = max(needed, min(self._and_new.together(done, weight) + flow * left_s, done * share))
             relative = sqrt(max(0.0, variance)) / done if done else 0.0
@@ -392,7 +394,7 @@ class Queue:
                 message = self._message(one, verdict, before, needed, room)
                 found[one.id] = Outlook(verdict, message, margin)
             if needed > max(room, before):
-                # The rest ends with its window, and is in the way of no later one.
+                # The rest ends with its window, and delays no later batch.
                 part = max(0.0, room - before) / (needed - before)
                 done -= work * (1 - part)
                 variance -= (work * spread) ** 2 * (1 - part**2)
@@ -400,7 +402,7 @@ class Queue:
         return found
 
     def _work(self, batch: Batch) -> tuple[float, float]:
-        """Return the work that a batch has yet, and its relative standard deviation."""
+        """Return the remaining work of a batch, and its relative standard deviation."""
         habit = self._demand.of(batch.tenant)
         bound = batch.work * (remaining(batch) / batch.total if batch.total else 1.0)
         rows = _ended_rows(batch)
@@ -413,20 +415,20 @@ class Queue:
         assert self._ahead is not None
         over_s = self._ahead.when(needed) - batch.expires_at
         ends = f"this batch ends {_time(abs(over_s))} {'after' if over_s > 0 else 'before'} the end of its"
-        words = f"At the rate that live traffic has left to batches of late, {ends} completion_window"
+        words = f"At the rate that live traffic has recently left to batches, {ends} completion_window"
         if verdict == "unsure":
             return f"{words}; that rate varies, so that the window is not sure to hold"
         left = remaining(batch)
         unrun = round(left * min(1.0, (needed - room) / max(needed - before, 1e-9)))
         rows = f"about {unrun:,} of its {batch.total:,} rows" if batch.total else "rows"
-        return f"{words}: {rows} would not be run, and be in the error file as batch_expired"
+        return f"{words}: {rows} would not run, and would be in the error file as batch_expired"
 
 
 class _Rounds:
-    """Turns of tenants by weight: in a round, a tenant has as much work done as its weight is.
+    """Turns of tenants by weight: in each round, a tenant's work equals its weight.
 
-    The sums over all tenants that end within some rounds, and over those that go on, make each question a
-    look into a sorted list.
+    Prefix sums over the tenants that end within a number of rounds, and over the tenants that continue, make
+    each question a look into a sorted list.
     """
 
     def __init__(self, tenants: Iterable[tuple[float, float]]) -> None:
@@ -436,7 +438,7 @@ class _Rounds:
         self._going = [0.0, *accumulate(weight for _, _, weight in reversed(rounds))]
 
     def together(self, work: float, weight: float) -> float:
-        """Return the work of all tenants that is done when so much of one is; never less than that."""
+        """Return the work of all tenants that is done when `work` of one tenant is done; at least `work`."""
         rounds = work / weight
         place = bisect_left(self._ends, rounds)
         return max(work, self._ended[place] + rounds * self._going[len(self._ends) - place])

@@ -25,7 +25,7 @@ def engine_handle(app: str, model: str) -> Any:
         model: Id of a model, or of an adapter whose id begins with the model's.
 
     Raises:
-        RunError: There is no cluster, or no such Engine in it.
+        RunError: There is no cluster, or it has no such Engine.
     """
     # Ray Serve reads this variable once, at import.
     os.environ.setdefault(MESSAGES.name, MESSAGES.value)
@@ -65,12 +65,12 @@ class HandleClient:
     Args:
         app: The Serve application.
         model: The model's id.
-        silence_s: Seconds after which a call without an answer is given up, unless all replicas report that
-            they work: a call behind live traffic may wait for long, and given up, it would go to the end of
-            the queue.
+        silence_s: Seconds after which a call without an answer fails, unless all replicas report their
+            statistics: a call behind live traffic may wait long, and a retry would go to the end of the
+            queue.
 
     Raises:
-        RunError: There is no cluster, or no such Engine in it.
+        RunError: There is no cluster, or it has no such Engine.
     """
 
     def __init__(self, app: str, model: str, *, silence_s: float = 600.0) -> None:
@@ -81,7 +81,7 @@ class HandleClient:
     async def send(
         self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
     ) -> RowAnswer:
-        """Send a call of `/generate`; a second engine is asked if the first one is lost.
+        """Send a call of `/generate`; if its engine is lost, send the call to another engine.
 
         Raises:
             RequestError: The call failed.
@@ -98,20 +98,20 @@ class HandleClient:
                 await back_off(losses.count)
 
     async def refresh(self) -> None:
-        """Do nothing: the Engine itself knows its adapters."""
+        """Do nothing: the Engine looks up its adapters itself."""
 
     def base_of(self, model: str) -> str | None:
         """Return the model: all rows go to one Engine."""
         return model
 
     async def replicas(self) -> list[ReplicaStats] | None:
-        """Return the statistics of the Engine's replicas; None where they can't be had now."""
+        """Return the statistics of the Engine's replicas; None if unavailable."""
         from serve_app.ingress.status import replica_stats
 
         try:
             return await replica_stats(self._handle, self._running, STATS_TIMEOUT_S)
         except Exception:
-            # Statistics are optional: a run goes on without them.
+            # Statistics are optional: a run continues without them.
             return None
 
     async def close(self) -> None:

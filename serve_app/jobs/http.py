@@ -1,4 +1,4 @@
-"""A service over HTTP: rows that are sent to it, and what its answers say."""
+"""A service over HTTP: sends rows, and interprets the answers."""
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -29,7 +29,7 @@ HEADERS = {"content-type": "application/json", KEEP_ALIVE: "1"}
 
 @dataclass(slots=True)
 class _Pool:
-    """A pool of connections, and the calls that have one of them."""
+    """A pool of connections, and the number of calls that use it."""
 
     http: httpx.AsyncClient
     calls: int = 0
@@ -49,7 +49,7 @@ class HTTPClient:
         transport: Another transport, for tests.
 
     Raises:
-        RunError: The URL can't be that of a service.
+        RunError: The URL isn't the URL of a service.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class HTTPClient:
             httpx.AsyncClient,
             timeout=httpx.Timeout(connect=connect_s, read=read_s, write=write_s, pool=pool_s),
             headers={"authorization": f"Bearer {api_key}"} if api_key else {},
-            # To read the certificates takes 20 ms.
+            # All pools share the certificates, which take 20 ms to read.
             verify=httpx.create_ssl_context(),
             transport=transport,
         )
@@ -92,14 +92,14 @@ class HTTPClient:
         return answer_of(response)
 
     async def refresh(self) -> None:
-        """Do nothing: the service itself knows its adapters."""
+        """Do nothing: the service looks up its adapters itself."""
 
     def base_of(self, model: str) -> str | None:
         """Return the model: the service chooses the engines."""
         return model
 
     async def replicas(self) -> list[ReplicaStats] | None:
-        """Return the statistics of the model's replicas; None where they can't be had now."""
+        """Return the statistics of the model's replicas; None if unavailable."""
         with suppress(httpx.HTTPError, ValueError):
             with self._pooled() as http:
                 response = await http.get(f"{self.url}/stats", timeout=STATS_TIMEOUT_S)
@@ -116,7 +116,7 @@ class HTTPClient:
 
     @contextmanager
     def _pooled(self) -> Iterator[httpx.AsyncClient]:
-        """Return the context of a call, over a pool that has room. The run bounds the calls."""
+        """Return the context of a call over a pool with room. The run bounds the calls."""
         pool = next((pool for pool in self._pools if pool.calls < POOL_CALLS), None)
         if pool is None:
             pool = _Pool(self._pool())
@@ -135,7 +135,7 @@ class HTTPClient:
 
 
 def answer_of(response: httpx.Response) -> RowAnswer:
-    """Return what a response says: an answer of the service, or an error in its form."""
+    """Return a response as the answer to a row: the service's answer, or an error in the service's form."""
     status = response.status_code
     # A row may be sent again after a 408: it has no deadline of its own.
     final = status >= 500 and response.headers.get("x-should-retry") == "false"
@@ -145,7 +145,7 @@ def answer_of(response: httpx.Response) -> RowAnswer:
             return _failed(502, f"{response.url}: the answer is no JSON object")
         if not (error := body.get("error")):
             return RowAnswer(200, body)
-        # The answer had begun before the call failed.
+        # The call failed after its answer had begun.
         code = error.get("code") if isinstance(error, dict) else None
         if not isinstance(code, int) or not 400 <= code < 600:
             return _failed(502, f"{response.url}: the answer is an error of another form: {error!r:.200}")

@@ -1,4 +1,4 @@
-"""How rows come in: the upload of a file, and the validation of a batch's input."""
+"""Intake of rows: the upload of a file, and the validation of a batch's input."""
 
 import asyncio
 import re
@@ -28,20 +28,20 @@ FORM_BYTES = 1 << 16
 """Most bytes of a form beside its file."""
 
 STALL_S = 60.0
-"""Seconds without a byte after which an upload is given up."""
+"""Seconds without a byte after which an upload fails."""
 
 
 class FileUpload:
     """A form that is being received.
 
     Args:
-        content: Gives the draft for the file.
+        content: Creates the draft for the file.
         max_bytes: Most bytes of the file.
 
     Attributes:
         fields: The fields beside the file.
         filename: Name of the file.
-        draft: Content of the file; None: none has come.
+        draft: Content of the file; None: no file has come yet.
         ended: Whether the form is complete.
     """
 
@@ -80,13 +80,13 @@ class FileUpload:
         return self.draft.size if self.draft else 0
 
     def check(self, received: int) -> None:
-        """Raise a RequestError if too many of the bytes received so far are not the file's."""
+        """Raise a RequestError if the form, without its file, is too large so far."""
         if received - self.size > FORM_BYTES:
             message = f"The form takes more than {FORM_BYTES} bytes beside its file"
             raise RequestError(413, "request_too_large", message)
 
     def discard(self) -> None:
-        """Delete what was received, and what a thread still receives that is in the parser meanwhile."""
+        """Delete the received file, even if a thread in the parser is still writing it."""
         self._discarded = True
         if self.draft is not None:
             self.draft.discard()
@@ -119,7 +119,7 @@ class FileUpload:
         self.filename = _text(options.get(b"filename", b"")) or _encoded_name(self._disposition) or "file"
         self.draft = self._content.draft()
         if self._discarded:
-            # The thread of a call that was cancelled goes on; `discard` found no draft.
+            # The thread of a cancelled call keeps running; `discard` found no draft.
             self.draft.discard()
 
     def _data(self, data: bytes, start: int, end: int) -> None:
@@ -146,15 +146,15 @@ class PendingUploads:
 
     @contextmanager
     def count(self, tenant: str, max_bytes: int) -> Iterator[Callable[[int], None]]:
-        """Count an upload as long as the context lasts.
+        """Count an upload while the context is open.
 
         Args:
             tenant: Its tenant.
             max_bytes: Most bytes of all uploads of the tenant.
 
         Yields:
-            A function that takes the bytes by which the file has grown. It raises a RequestError if they are
-            too many.
+            A function that takes the bytes by which the file has grown. It raises a RequestError beyond
+            `max_bytes`.
         """
         own = 0
 
@@ -181,12 +181,14 @@ async def receive(
 
     Args:
         request: The request.
-        content: Gives the draft for the file, which the caller keeps or discards.
+        content: Creates the draft for the file, which the caller keeps or discards.
         max_bytes: Most bytes of the file.
-        grow: Called with the bytes by which the file has grown. An error that it raises ends the upload.
+        grow: Called with the bytes by which the file has grown. An error that this call raises ends the
+            upload.
 
     Raises:
-        RequestError: 400, it isn't such a form, or ends early; 408, it stalls; 413, it is too large.
+        RequestError: 400, the body isn't such a form, or ends early; 408, the upload stalls; 413, the form is
+            too large.
     """
     kind, options = parse_options_header(request.headers.get("content-type"))
     boundary = options.get(b"boundary")
@@ -240,7 +242,7 @@ def _text(data: bytes) -> str:
 
 
 def _encoded_name(disposition: bytes) -> str:
-    """Return the name that a client has encoded, as some do with all but ASCII; empty: there is none."""
+    """Return the name in `filename*`, which some clients send for names beyond ASCII; empty: missing."""
     found = ENCODED_NAME.search(disposition)
     return _text(unquote_to_bytes(found[1])) if found else ""
 
@@ -267,7 +269,7 @@ ENDPOINTS = (
 """Routes that the rows of a batch may call."""
 
 MODEL_OPTIONAL = "/generate"
-"""The endpoint at which a body may leave the model out, if one model is served."""
+"""The endpoint whose bodies may omit the model if only one model is served."""
 
 MAX_ERRORS = 100
 """Most errors of a validation."""
@@ -284,7 +286,7 @@ class Findings(NamedTuple):
 
     Attributes:
         total: Number of rows.
-        model: The model of all rows; None: they have several.
+        model: The model of all rows; None: the rows name several models.
         errors: OpenAI's errors; empty: the file is valid.
         work: Bound of the work of all rows; see `rows.bound_of`.
         plan: The plan of the rows; None: the file isn't valid.
@@ -298,11 +300,11 @@ class Findings(NamedTuple):
 
 
 class Sketch(NamedTuple):
-    """An estimate of all rows of a file, by the first ones.
+    """An estimate for all rows of a file, from its first rows.
 
     Attributes:
         work: Bound of the work of all rows; see `rows.bound_of`.
-        model: The model of the first rows; None: they have several, or none that can be read.
+        model: The model of the first rows; None: they name several models, or no readable one.
     """
 
     work: float
@@ -317,7 +319,7 @@ def batch_error(code: str, message: str, *, line: int | None = None, param: str 
 def validate(path: Input, endpoint: str, models: Collection[str], limits: BatchesSettings) -> Findings:
     """Check all lines of an input file, and plan its rows.
 
-    Of each `custom_id`, no more than a hash is kept in memory.
+    Only a hash of each `custom_id` is kept in memory.
 
     Args:
         path: The file.
@@ -341,10 +343,10 @@ def validate(path: Input, endpoint: str, models: Collection[str], limits: Batche
 
 
 def sketch(path: Input, endpoint: str, size: int) -> Sketch:
-    """Return what a file seems to be, in much less time than its validation takes.
+    """Estimate the work and the model of a file, in much less time than its validation takes.
 
     Args:
-        path: The file, of which 128 lines or a MiB are read.
+        path: The file; its first 128 lines are read, at most a MiB.
         endpoint: The endpoint of its batch.
         size: Bytes of the whole file.
 
@@ -365,7 +367,7 @@ def sketch(path: Input, endpoint: str, size: int) -> Sketch:
 
 
 class _Check:
-    """The lines so far."""
+    """The state of a validation after the lines so far."""
 
     def __init__(self, endpoint: str, models: Collection[str], limits: BatchesSettings) -> None:
         self.total = 0
@@ -380,11 +382,11 @@ class _Check:
 
     @property
     def full(self) -> bool:
-        """True when no more lines need to be looked at."""
+        """True when no more lines need a check."""
         return len(self.errors) >= MAX_ERRORS or self.total > self._limits.max_lines
 
     def line(self, line: InputLine) -> None:
-        """Look at a line, unless enough is known."""
+        """Check a line, unless `full`."""
         if self.full:
             return
         self.total += 1

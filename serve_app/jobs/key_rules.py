@@ -15,15 +15,15 @@ UNKNOWN_S = 2.0
 class KeyRules:
     """Rules for the batches of API keys.
 
-    A batch keeps the rights that its key had when it created the batch, and ends when the key does.
+    A batch keeps the rights that its key had at the batch's creation, and ends when the key ends.
 
     Args:
         models: Ids of the served models.
-        limits: Limits that hold where a key has none of its own.
-        keys: The API keys; None: the service has none.
+        limits: Limits of keys without their own limits.
+        keys: The API keys; None: the service has no keys.
 
     Attributes:
-        common: Those limits.
+        common: The limits of keys without their own limits.
     """
 
     def __init__(
@@ -37,10 +37,10 @@ class KeyRules:
         """Return the rights of a batch that a key creates now, to be stored with the batch.
 
         Args:
-            key: Name of the key; empty: the batch has none.
+            key: Name of the key; empty: the batch has no key.
 
         Raises:
-            RequestError: The key is not known here.
+            RequestError: This process hasn't read the key yet.
         """
         found = self._find(key)
         return {"models": found and found.models, "max_lines": self.limits(key).max_lines}
@@ -54,10 +54,10 @@ class KeyRules:
         """Return the limits on the files and batches that a key creates.
 
         Args:
-            key: Name of the key; empty: those of the config.
+            key: Name of the key; empty: the limits of the config.
 
         Raises:
-            RequestError: The key is not known here.
+            RequestError: This process hasn't read the key yet.
         """
         found = self._find(key)
         if found is None or found.batches is None:
@@ -65,10 +65,10 @@ class KeyRules:
         return self.common.model_copy(update=found.batches.model_dump(exclude_none=True))
 
     def ended(self, key: str) -> str | None:
-        """Return what ends the batches of a key: "removed", "disabled" or "expired"; None: they go on.
+        """Return what ends the batches of a key: "removed", "disabled" or "expired"; None: they continue.
 
         Args:
-            key: Name of the key; empty: the batches have none.
+            key: Name of the key; empty: the batches have no key.
         """
         if self._keys is None or not key:
             return None
@@ -80,7 +80,8 @@ class KeyRules:
             return None
         found = self._keys.named(key)
         if found is None:
-            # The Ingress has read another version of the keys: less would be asked of a key without rules.
+            # The Ingress has read another version of the keys. Without rules, the key would have too many
+            # rights.
             message = f"The API key {key!r} is not known to the batches yet; try again in a few seconds."
             raise RequestError(503, "service_unavailable", message, retry_after_s=UNKNOWN_S)
         return found

@@ -1,4 +1,4 @@
-"""Rows of `/generate` in lists: one call has several rows, and each row gets an answer of its own."""
+"""Rows of `/generate` in lists: one call has several rows, and each row gets its own answer."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
@@ -17,7 +17,7 @@ from serve_app.jobs.pacing import EngineLoad
 from serve_app.jobs.rows import RowAnswer, RowClient
 
 GATHER_S = 0.005
-"""Seconds for which a list waits for more rows: rows that get places together are sent within them."""
+"""Seconds for which a list waits for more rows: rows that get places together are sent within this time."""
 
 FIELDS = ("prompts", "messages")
 """The fields of a call that have a value for each row."""
@@ -40,12 +40,13 @@ class _Waiting:
 class Lists:
     """A client that gathers rows into calls.
 
-    A row is a call of `/generate` with one prompt or one chat, `details` and `partial`. The sender knows rows
-    only: it gets the answer that a call with this row alone would have.
+    A row is a call of `/generate` with one prompt or one chat, `details` and `partial`. The sender handles
+    single rows: it gets the answer that a call with only this row would have.
 
-    A list that fails says nothing about a single row. So its rows go alone: from the next try on, or at once
-    where another try of the list doesn't help, one after the other if engines were lost with the list. The
-    rows of a call that finds no room (429) stay together. A refusal that names no row is the answer to each.
+    The failure of a list says nothing about a single row. So its rows are sent alone: from the next try on,
+    or at once if another try of the list is useless, and one after the other if engines were lost with the
+    list. The rows of a call that finds no room (429) stay together. A refusal that names no row is the answer
+    to each row.
 
     Args:
         client: The engines.
@@ -65,7 +66,7 @@ class Lists:
     async def send(
         self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
     ) -> RowAnswer:
-        """Send a row with others, and return its answer."""
+        """Send a row in a list, and return its answer."""
         alone = partial(self._send_alone, endpoint, body, scheduling, models)
         row = _hash(body)
         if row in self._alone:
@@ -77,7 +78,7 @@ class Lists:
         if answer.status in (200, 429) or rows == 1:
             return answer
         if answer.final:
-            # Each of the rows may be what engines die of.
+            # Each of the rows may be the one that crashes engines.
             async with self._suspects:
                 return await alone()
         if answer.status in RETRYABLE:
@@ -86,7 +87,7 @@ class Lists:
         return await alone() if answer.is_of_rows(*FIELDS) else answer
 
     async def refresh(self) -> None:
-        """Learn which adapters are served now."""
+        """Read which adapters are served now."""
         await self._client.refresh()
 
     def base_of(self, model: str) -> str | None:
@@ -106,8 +107,8 @@ class Lists:
     async def _together(
         self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None
     ) -> tuple[RowAnswer, int]:
-        """Return the answer to a row that is sent in a list, and the rows of the list."""
-        # The name of a call tells rows apart, and nothing else.
+        """Return the answer to a row that is sent in a list, and the number of rows in the list."""
+        # `task_id` only distinguishes rows.
         shared = {name: value for name, value in body.items() if name not in (*FIELDS, "task_id")}
         key = _hash([shared, [name for name in FIELDS if name in body]])
         loop = asyncio.get_running_loop()
@@ -122,7 +123,7 @@ class Lists:
         return await one.answer, len(rows)
 
     def _flush(self, key: bytes, rows: list[_Waiting], send: Send) -> None:
-        """Send a list, unless it is on its way already."""
+        """Send a list, unless it has been sent already."""
         if self._gathered.get(key) is not rows:
             return
         del self._gathered[key]

@@ -1,4 +1,4 @@
-"""The way from the tables of an earlier version to those of this one: a function for each version."""
+"""Migrations of the tables of an earlier version: a function for each version."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ from serve_app.jobs.failpoints import reach
 
 
 def _columns(connection: Connection, names: dict[str, str]) -> None:
-    """Add columns to the batches: their types are those that these versions had."""
+    """Add columns to the batches, with the types that these versions had."""
     for name, kind in names.items():
         connection.exec_driver_sql(f"ALTER TABLE batches ADD COLUMN {name} {kind}")
 
@@ -67,10 +67,10 @@ VERSION = max(MIGRATIONS)
 
 
 def migrate(database: db.Database) -> None:
-    """Make the tables where there are none, or bring them to this version. Each step is whole or not made.
+    """Create missing tables, or migrate the tables to this version. Each step is atomic.
 
     Raises:
-        StoreError: They belong to a version that isn't known.
+        StoreError: The tables belong to an unknown version.
         DatabaseError: The database fails.
     """
     version = database.version()

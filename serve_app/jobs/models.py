@@ -35,10 +35,10 @@ MIN_WINDOW_S, MAX_WINDOW_S = 3600, 7 * 86_400
 """Bounds of a completion window, in seconds."""
 
 ENDED = frozenset(state for state in STATES if not TRANSITIONS[state])
-"""States in which nothing happens any more."""
+"""Final states."""
 
 OPEN = tuple(state for state in STATES if state not in ENDED)
-"""The other states."""
+"""States that aren't final."""
 
 
 T = TypeVar("T")
@@ -63,27 +63,27 @@ class Batch:
     """A batch.
 
     Attributes:
-        weight: The tenant's share in relation to the others; None: none is stated.
-        output_file: Id of the output; there is a file of this id once the batch has ended, if it has rows.
-        error_file: The same for the rows that failed.
+        weight: The tenant's share relative to other tenants; None: not stated.
+        output_file: Id of the output; the file exists once the batch has ended, if the output has rows.
+        error_file: Id of the file with the rows that failed; it exists under the same conditions.
         retention_s: Seconds after which the output and the error file are deleted.
-        model: The model of all rows; until they are validated, of the first ones; None: they have several.
+        model: The model of all rows, or of the first rows until all are validated; None: they name several.
         errors: Errors of the batch as a whole.
         total: Number of rows; 0 until they are validated.
         completed: Rows in the output.
         failed: Rows in the error file.
-        unrun: Those of the failed rows that have no answer: the batch expired or was cancelled before.
-        input_tokens: Tokens that the answers report, as the three below; see `Tokens`.
-        output_bytes: Valid length of the output; what the file has beyond it was written by a process that
-            ended before its commit.
-        error_bytes: The same of the error file.
-        created_at: Times, in seconds since the epoch.
+        unrun: Failed rows that were not run, since the batch expired or was cancelled.
+        input_tokens: Tokens that the answers report, as the three fields below; see `RowTokens`.
+        output_bytes: Valid length of the output; bytes beyond it were written by a process that ended before
+            its commit.
+        error_bytes: Valid length of the error file.
+        created_at: Time in seconds since the epoch, like all `_at` fields.
         expires_at: The deadline: no row is started after it.
-        api_key: Name of the API key that created it; empty: there was none.
-        rights: What that key allowed when it created the batch, see `KeyRules.rights`; empty: an earlier
-            version stored none.
+        api_key: Name of the API key that created it; empty: no key.
+        rights: The key's rights at the creation of the batch, see `KeyRules.rights`; empty: created by an
+            earlier version.
         work: Bound of the work of all rows, see `rows.bound_of`; until they are validated, an estimate.
-        promised: Whether the forecast said at its creation that it ends within its window.
+        promised: Whether the forecast at its creation promised an end within its window.
     """
 
     id: str
@@ -143,10 +143,10 @@ class Summary(NamedTuple):
 
     Attributes:
         batches: Open batches by state.
-        rows: Their rows without a result.
-        oldest: When the oldest of them was created; None: there is none.
+        rows: Rows of the open batches without a result.
+        oldest: Creation time of the oldest open batch; None: no batch is open.
         files: Stored files.
-        bytes: Their bytes.
+        bytes: Bytes of the stored files.
     """
 
     batches: dict[str, int]
@@ -194,7 +194,7 @@ def file_object(file: File) -> JSON:
 
 
 def batch_object(batch: Batch, warning: str | None = None) -> JSON:
-    """Return a batch as JSON. The ids of its result files are there once they get no more rows.
+    """Return a batch as JSON. The ids of its result files are set once the files get no more rows.
 
     Args:
         batch: The batch.

@@ -20,20 +20,20 @@ except ImportError:
     ) from None
 
 FIRST_BYTES = 1 << 13
-"""Bytes that are asked of the storage at first, where nobody has read before."""
+"""Bytes of the first read from the storage at a new place."""
 
 BLOCK_BYTES = 1 << 20
-"""Most bytes that are asked of the storage at once."""
+"""Most bytes of a read from the storage."""
 
 WINDOWS = 32
-"""Inputs of which the bytes read last are kept."""
+"""Number of inputs whose last-read bytes are kept."""
 
 
 class Objects:
     """Objects under a URL; see `serve_app.jobs.content.Storage`.
 
     Args:
-        url: Where they are.
+        url: URL of the folder.
 
     Raises:
         StoreError: The URL can't be used.
@@ -60,7 +60,7 @@ class Objects:
         return io.BufferedReader(_Raw(self._open(name)), BLOCK_BYTES)
 
     def spans(self, name: str, places: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Return bytes of an object, given by their offsets and lengths, which are asked for at once."""
+        """Return bytes of an object, by offsets and lengths; all of them are fetched at once."""
         starts, ends = [at for at, _ in places], [at + size for at, size in places]
         with _translated():
             return [*self._fs.cat_ranges([self._path(name)] * len(places), starts, ends, on_error="raise")]
@@ -92,7 +92,7 @@ class Objects:
         draft.discard()
 
     def remove(self, names: Sequence[str]) -> None:
-        """Delete objects, as far as they are there."""
+        """Delete the objects that exist."""
         for name in names:
             with self._lock:
                 self._windows.pop(name, None)
@@ -111,7 +111,7 @@ class Objects:
             self.remove([f"{folder}/{name}" for name in names])
 
     def window(self, name: str) -> "_Window":
-        """Return the bytes that were read last of an object; raise a FileNotFoundError if it is missing."""
+        """Return the window of an object; raise a FileNotFoundError if the object is missing."""
         with self._lock:
             if (found := self._windows.get(name)) is not None:
                 self._windows.move_to_end(name)
@@ -124,7 +124,8 @@ class Objects:
         return found
 
     def _open(self, name: str) -> Any:
-        # The file would read ahead, many megabytes in some storages, and has no `readline` of a size.
+        # With a cache, the file would read ahead, many megabytes in some storages. It has no `readline` with
+        # a size, so callers buffer it.
         with _translated():
             return self._fs.open(self._path(name), "rb", cache_type="none")
 
@@ -133,9 +134,9 @@ class Objects:
 
 
 class ObjectInput:
-    """An object that never changes, with the part of the interface of `Path` that reading lines takes.
+    """An object that never changes, with the part of the interface of `Path` that reading lines needs.
 
-    It is opened for some lines at a time. What one reading has fetched beyond them is there for the next.
+    It is opened for some lines at a time. Bytes fetched beyond them are kept for the next read.
     """
 
     def __init__(self, objects: Objects, path: str) -> None:
@@ -144,16 +145,16 @@ class ObjectInput:
         self.name = path.rpartition("/")[2]
 
     def open(self, mode: str) -> IO[bytes]:
-        """Open it to read."""
+        """Open the object to read."""
         return io.BufferedReader(_WindowReader(self._objects.window(self._path)), FIRST_BYTES)
 
 
 class _Window:
-    """The bytes that were read last of an object.
+    """The bytes that were read last from an object.
 
-    Reading on fetches twice as many bytes each time, up to a block; reading elsewhere begins with few. So an
-    input that is read in order is fetched once, and one that is read here and there isn't fetched as a whole
-    for each line.
+    Sequential reads fetch twice as many bytes each time, up to a block; a read at another place starts with
+    few bytes. So an input that is read in order is fetched once, and scattered reads don't fetch the whole
+    input for each line.
     """
 
     def __init__(self, file: Any) -> None:
@@ -164,7 +165,7 @@ class _Window:
         self._size = FIRST_BYTES // 2
 
     def read(self, start: int, most: int) -> bytes:
-        """Return some bytes from an offset on; none: it is the end."""
+        """Return some bytes from an offset on; empty: the end."""
         with self._lock:
             at = start - self._start
             if not 0 <= at < len(self._data):
@@ -173,7 +174,7 @@ class _Window:
                 with _translated():
                     self._file.seek(start)
                     data = self._file.read(max(self._size, most))
-                # A reader stops before the end of what it has asked for, and the next one begins there.
+                # A reader may stop before the end of the fetched bytes, and the next reader begins there.
                 kept = self._data[-FIRST_BYTES:] if goes_on else b""
                 self._start, self._data, at = start - len(kept), kept + data, len(kept)
             return self._data[at : at + most]
@@ -206,7 +207,7 @@ class _WindowReader(io.RawIOBase):
 
 
 class _Raw(io.RawIOBase):
-    """An object that is open, whose errors are OSErrors."""
+    """An open object whose errors are OSErrors."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -233,7 +234,7 @@ class _Raw(io.RawIOBase):
 
 @contextmanager
 def _translated() -> Iterator[None]:
-    """Make an OSError of every error: each storage has kinds of its own."""
+    """Turn every error into an OSError: each storage has its own kinds of errors."""
     try:
         yield
     except OSError:

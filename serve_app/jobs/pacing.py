@@ -1,4 +1,4 @@
-"""How many rows are sent: limits that adapt to the load of the engines, waits, and rates."""
+"""Pacing of rows: limits that adapt to the load of the engines, and measured rates."""
 
 import time
 from collections import deque
@@ -13,9 +13,9 @@ class EngineLoad(NamedTuple):
     """Records in the batchers of engines.
 
     Attributes:
-        running: Records that run.
-        waiting: Records that wait.
-        free: Records beyond these that would run at once; None: it isn't known.
+        running: Running records.
+        waiting: Waiting records.
+        free: Further records that would start at once; None: unknown.
     """
 
     running: int
@@ -24,7 +24,7 @@ class EngineLoad(NamedTuple):
 
 
 def engine_load(replicas: Iterable[ReplicaStats]) -> EngineLoad | None:
-    """Return the load of replicas together; None: there are none, or none has told its load."""
+    """Return the total load of replicas; None: no replica reports its load."""
     batchers = [replica.batcher for replica in replicas if replica.batcher is not None]
     if not batchers:
         return None
@@ -38,12 +38,12 @@ def engine_load(replicas: Iterable[ReplicaStats]) -> EngineLoad | None:
 
 
 def _free(batcher: ContinuousStats | BatchStats) -> int | None:
-    """Return the records that one replica would start at once, if they are like those that run there."""
+    """Return how many records a replica would start at once, if they are like its running records."""
     if not isinstance(batcher, ContinuousStats) or batcher.max_running is None:
         return None
     free = batcher.max_running - batcher.running
     if batcher.running_cost:
-        # Records reserve tokens too: as many as those that run have on average.
+        # Records reserve tokens too: on average as many as the running records.
         left = batcher.capacity - batcher.running_cost
         free = min(free, left * batcher.running // batcher.running_cost)
     return max(0, free - batcher.queue_depth)
@@ -55,13 +55,13 @@ GROWING_S, STEADY_S = 0.25, 1.0
 """Seconds between two looks at the load of the engines, while a limit grows and otherwise."""
 
 CAREFUL_S = 30.0
-"""Seconds after a refusal in which free places say nothing."""
+"""Seconds after a refusal in which free places are ignored."""
 
 GROWTH = 4
-"""Times by which a limit grows at once, at most."""
+"""Largest factor by which a limit grows at once."""
 
 BINDING = 0.75
-"""Share of a limit that is in use if the limit is what holds calls back; some have just ended."""
+"""Share of a limit in use from which the limit counts as binding: some calls have just ended."""
 
 
 class Fixed:
@@ -82,28 +82,29 @@ class Fixed:
         """Note a call that was answered 429."""
 
     def observe(self, load: EngineLoad | None, calls: int) -> None:
-        """Note the load of the engines, and the calls that they have."""
+        """Note the load of the engines, and the calls in flight."""
 
 
 class Auto:
     """A limit on concurrent calls that adapts, so that the batchers stay busy with a short queue.
 
-    The aim is about as many waiting records as running ones, so that a record is at hand whenever one ends.
-    With fewer waiting the limit grows by a quarter; if the engines have more free places than that, by as
-    many calls as fill these, but at most fourfold, so that each step is seen before the next. What fills a
-    free place runs at once: it stands in no queue, and gives way to live traffic.
-    With more than three times as many waiting the limit shrinks by one. A 429 halves it, at most once within
-    the service's `Retry-After`, and growth is by a quarter for a while: there is a bound that isn't known.
+    The aim is about as many waiting as running records, so that a record is ready whenever another one ends.
+    With fewer waiting records the limit grows by a quarter, or by enough calls to fill the free places of the
+    engines, but at most fourfold, so that each step is observed before the next. A record in a free place
+    runs at once: it waits in no queue, and gives way to live traffic. With more than three times as many
+    waiting as running records the limit shrinks by one. A 429 halves it, at most once within the service's
+    `Retry-After`. For a while after a 429 the limit grows by a quarter at most, since the engines have an
+    unknown bound.
 
     Args:
-        first: Limit at the start, if `most` is no lower.
+        first: Limit at the start, if `most` isn't lower.
         most: Highest limit.
         records: Records of a call.
         clock: Monotonic clock, in seconds.
 
     Attributes:
         limit: Most calls at once.
-        interval_s: Seconds until the next look at the engines is of use.
+        interval_s: Seconds to wait until the next look at the engines.
     """
 
     def __init__(
@@ -133,8 +134,8 @@ class Auto:
         """Note the load of the engines.
 
         Args:
-            load: The load; None: it isn't known, so that refusals alone tell what the engines take.
-            calls: Calls that they have from here.
+            load: The load; None: unknown, so that only refusals bound the limit.
+            calls: Calls in flight from here.
         """
         self.interval_s = STEADY_S
         running, waiting, free = load or (calls * self._records, 0, None)
@@ -151,8 +152,8 @@ class Auto:
                 self.interval_s = GROWING_S
 
     def _step(self, free: int) -> int:
-        """Return by how much the limit grows, with so many free places."""
-        # Before the first answer nothing is known about the capacity, but for free places beside what runs.
+        """Return the growth of the limit for a number of free places."""
+        # Before the first answer, only free places beside running records show any capacity.
         step = max(1, self.limit // 4) if self._answered else 0
         return max(step, min((GROWTH - 1) * self.limit, -(-free // self._records)))
 
@@ -172,7 +173,7 @@ LONGEST_S = 120.0
 
 
 class Rate:
-    """Rows per second, over the last minute in which there were any.
+    """Rows per second, over the last minute that had rows.
 
     Args:
         clock: Monotonic clock, in seconds.
@@ -198,7 +199,7 @@ class Rate:
 
     @property
     def per_s(self) -> float:
-        """The rate; 0: it is not known yet."""
+        """The rate; 0: not known yet."""
         now = self._clock()
         self._drop(now)
         self._measure(now)
@@ -219,8 +220,8 @@ class Rate:
 class Meter:
     """Measures the work that engines do for batches while rows wait.
 
-    Without rows that wait, the rate says how little there was to do. When rows begin to wait, the first of
-    them haven't ended yet: measurement begins once as many have ended as were in flight.
+    While no rows wait, the rate shows the demand and not the capacity. When rows begin to wait, the rows in
+    flight were sent earlier: measurement begins once as many rows have ended as were in flight.
 
     Args:
         clock: Clock, in seconds.
@@ -239,7 +240,7 @@ class Meter:
         self._work += work
 
     def look(self, waiting: bool, in_flight: int) -> tuple[float, float]:
-        """Return the work that was measured since the last look, and its seconds; 0, 0: none was.
+        """Return the work measured since the last look, and its seconds; 0, 0: nothing was measured.
 
         Args:
             waiting: Whether rows wait because the engines are full.

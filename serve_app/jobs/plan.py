@@ -1,13 +1,13 @@
 """The plan of a batch: where its rows are in the input, and the order in which they are sent.
 
 A validation parses each row once and makes the plan, which is kept beside the input until the batch ends.
-Rows are read by their places when they are sent. A plan that is missing is made again from the input. A
-result belongs to a line, whatever the plan says, so two processes may send the rows of a batch in two orders.
+Rows are read by their offsets when they are sent. A missing plan is made again from the input. A result
+belongs to a line, independent of the plan, so two processes may send the rows of a batch in different orders.
 
-Rows that share a prefix are sent together, so that an engine computes the prefix once, although all prefixes
-of a batch don't fit into its KV cache. What a prefix is, and how long it must be, is the same as where
-replicas are chosen by prefix (`serve_app/ingress/replica_choice.py`). Some groups of rows are open at once:
-a group runs on one replica, mostly, and all replicas are to be busy.
+Rows that share a prefix are sent together, so that an engine computes the prefix once, even if its KV cache
+can't hold all prefixes of a batch. Prefixes and their least lengths are the same as in the choice of a
+replica by prefix (`serve_app/ingress/replica_choice.py`). Several groups of rows are open at once: a group
+mostly runs on one replica, and all replicas should be busy.
 """
 
 import sys
@@ -31,7 +31,7 @@ from serve_app.jobs.models import Batch
 from serve_app.jobs.rows import Row
 
 if TYPE_CHECKING:
-    # A dataset has plans, and no database.
+    # A dataset has plans but no database.
     from serve_app.jobs.store import Store
 
 SLICE_LINES = 128
@@ -84,7 +84,7 @@ def read_lines(path: Input, max_line_bytes: int) -> Iterator[InputLine]:
 
 
 def _read_line(file: IO[bytes], most: int) -> tuple[bytes, bool]:
-    """Return a line, empty at the end of the file, and whether it is a whole one."""
+    """Return a line, empty at the end of the file, and whether the line is whole."""
     text = file.readline(most + 1)
     if len(text) <= most or text.endswith(b"\n"):
         return text, True
@@ -94,16 +94,16 @@ def _read_line(file: IO[bytes], most: int) -> tuple[bytes, bool]:
 
 
 SHARED = 0.25
-"""Least part of the bytes of rows that their prefix must be."""
+"""Least share of the bytes of rows that their common prefix must have."""
 
 TOGETHER = 4
-"""Rows in flight for each group that is open: its prefix stays in use, and isn't evicted."""
+"""Rows in flight for each open group, so that its prefix stays in use and isn't evicted."""
 
 GAP_BYTES = 4096
-"""Bytes between two rows that are read with them, in place of a read of its own for each."""
+"""Largest gap between two rows that are read together, in bytes."""
 
 ASKED_LINES = 10_000
-"""Rows of which the store is asked at once whether they have a result."""
+"""Rows in one query of the store for rows with a result."""
 
 FORMAT = "plan-1"
 
@@ -136,7 +136,7 @@ _ENTRY = Struct("<QIIIIII")
 
 
 class _Head(msgspec.Struct):
-    """The beginning of a stored plan, a line of its own."""
+    """The first line of a stored plan."""
 
     format: str
     rows: int
@@ -152,7 +152,7 @@ class RowPlan:
 
     Args:
         entries: The entries, in the order of the input.
-        models: The models that rows name; empty: a row names none.
+        models: The models that rows name; an empty name stands for rows that name no model.
     """
 
     def __init__(self, entries: bytes | bytearray, models: Sequence[str]) -> None:
@@ -196,8 +196,8 @@ class RowPlan:
         Args:
             content: The contents.
             batch: The id of the batch.
-            check: Raises a FencedError if another process has taken over the batches. It may have ended the
-                batch, and deleted the plan, before this one was written.
+            check: Raises a FencedError if another process has taken over the batches. That process may have
+                ended the batch, and deleted its plan, before this plan was written.
 
         Raises:
             OSError: The disk is full, or fails.
@@ -216,7 +216,7 @@ class RowPlan:
 
 
 def plan_id(batch: str) -> str:
-    """Return the id of the content that has the plan of a batch. No file has it."""
+    """Return the id of the content that holds the plan of a batch. No file has this id."""
     return f"plan-{batch}"
 
 
@@ -224,7 +224,7 @@ class _Group(NamedTuple):
     """Rows that are sent together.
 
     Attributes:
-        prefix: The hash of their prefix; 0: a row that shares none.
+        prefix: The hash of their prefix; 0: a single row that shares no prefix.
         rows: Their numbers.
     """
 
@@ -233,7 +233,7 @@ class _Group(NamedTuple):
 
 
 class Planner:
-    """Makes a plan of rows that come one after the other, in the order of the input.
+    """Makes a plan from rows that are added in the order of the input.
 
     In memory, a row takes its entry, and 4 bytes for each half kilobyte of its prompt.
     """
@@ -249,8 +249,8 @@ class Planner:
         """Add a row.
 
         Args:
-            line: Its line, which isn't longer than allowed.
-            body: Its body, which may be wrong.
+            line: The row's line, which isn't longer than allowed.
+            body: The row's body, which may be invalid.
         """
         text = line.text or b""
         model = body.get("model")
@@ -282,7 +282,7 @@ class Planner:
 
         Args:
             rows: Rows of one model that share their first hashes, in the order of the input.
-            depth: How many hashes.
+            depth: Number of shared hashes.
         """
         while True:
             branches: dict[bytes, list[int]] = {}
@@ -311,7 +311,7 @@ def _placed(entry: PlanEntry, prefix: int, turn: int) -> PlanEntry:
 
 
 def plan_of(content: Contents, batch: Batch, check: Callable[[], None] = lambda: None) -> RowPlan:
-    """Return the stored plan of a batch; one that is missing or damaged is made again, and stored.
+    """Return the plan of a batch; a missing or damaged plan is made again and stored.
 
     Raises:
         ContentLostError: The input is gone.
@@ -329,8 +329,8 @@ def plan_of(content: Contents, batch: Batch, check: Callable[[], None] = lambda:
         try:
             planner.add(line, from_json(line.text or b"")["body"])
         except (ValueError, TypeError, KeyError, AttributeError):
-            # It was valid when it was validated.
-            raise ContentLostError(f"the content of {batch.input_file} is not what it was") from None
+            # The line was valid when the batch was validated.
+            raise ContentLostError(f"the content of {batch.input_file} has changed") from None
     plan = planner.finish()
     plan.keep(content, batch.id, check)
     return plan
@@ -341,7 +341,7 @@ class Turns:
 
     Args:
         plan: The plan of the rows.
-        rows: Numbers of rows; those of a group stand beside each other.
+        rows: Numbers of rows; rows of a group are adjacent.
     """
 
     def __init__(self, plan: RowPlan, rows: "array[int]") -> None:
@@ -352,7 +352,7 @@ class Turns:
         self._open: deque[range] = deque()
 
     def __len__(self) -> int:
-        """Return how many rows are left."""
+        """Return the number of rows that are left."""
         return self._left
 
     def peek(self, groups: int, most: int) -> "tuple[list[int], Callable[[], None]]":
@@ -394,12 +394,12 @@ class Turns:
 
 
 class Unsent:
-    """The rows of a batch without a result, as they were when this was made; taken in slices.
+    """The rows of a batch that had no result when this object was made; taken in slices.
 
     Args:
         plan: The plan of the batch.
         file: The input.
-        rows: Numbers of the rows; those of a group stand beside each other.
+        rows: Numbers of the rows; rows of a group are adjacent.
     """
 
     def __init__(self, plan: RowPlan, file: str, rows: "array[int]") -> None:
@@ -413,7 +413,7 @@ class Unsent:
     def take(self, content: Contents, groups: int = 1, most: int = SLICE_LINES) -> list[Row]:
         """Return the next rows, in turn from each group that is open; about a MiB at most.
 
-        A row that the input doesn't have any more is left out: the batch ends without its result, and fails.
+        A row that the input no longer has is left out: the batch ends without its result, and fails.
 
         Args:
             content: The contents.
@@ -442,12 +442,12 @@ def unsent(store: "Store", content: Contents, batch: Batch, *, by_line: bool = F
         store: The state.
         content: The contents.
         batch: The batch.
-        by_line: The order of the input instead.
+        by_line: Use the order of the input instead.
 
     Raises:
         ContentLostError: The input is gone.
         OSError: The disk is full, or fails.
-        DatabaseError: The same for the database.
+        DatabaseError: The database fails.
     """
     plan = plan_of(content, batch, store.check_owner)
     left = bytearray(len(plan))
@@ -464,7 +464,7 @@ def unsent(store: "Store", content: Contents, batch: Batch, *, by_line: bool = F
 
 
 def _read(content: Contents, file: str, entries: Sequence[PlanEntry]) -> dict[int, bytes]:
-    """Return the texts of rows, by their offsets. Those beside each other are read as one."""
+    """Return the texts of rows, by their offsets. Adjacent rows are read together."""
     spans: list[tuple[int, int]] = []
     for entry in sorted(entries):
         if spans and entry.offset - sum(spans[-1]) <= GAP_BYTES:

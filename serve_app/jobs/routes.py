@@ -73,8 +73,8 @@ Limits = Callable[[str], BatchesSettings]
 """Returns the limits on the files and batches of an API key, by its name."""
 
 Foresee = Callable[[Batch, int], tuple[Batch, Outlook]]
-"""Returns a new batch with what is known of it, and its outlook, by the bytes of its input. Any thread may
-call it."""
+"""Returns a new batch with its estimates, and its outlook, from the batch and the bytes of its input. Any
+thread may call it."""
 
 
 class ExpiresAfter(BaseModel):
@@ -114,7 +114,7 @@ def request_scheduling(request: Request) -> Scheduling:
 
 
 class BatchAPI:
-    """The routes.
+    """The routes of files and batches.
 
     Args:
         store: The state.
@@ -122,10 +122,10 @@ class BatchAPI:
         notice: Called when a batch was added or cancelled.
         limits: Returns the limits of an API key.
         rights: Returns the rights of the batches that an API key creates, by its name; see `KeyRules.rights`.
-        scheduling: Returns the tenant of a request, who sees its own files and batches only, and its weight.
+        scheduling: Returns the tenant and weight of a request; a tenant sees only its own files and batches.
         warnings: Returns messages about batches, by id.
         foresee: Returns the outlook of a new batch; see `BatchRunner.foresee`.
-        refuse: Whether a batch is refused whose window surely doesn't hold.
+        refuse: Whether to refuse a batch whose window surely doesn't hold.
         clock: Seconds since the epoch.
     """
 
@@ -154,9 +154,9 @@ class BatchAPI:
         self._refuse = refuse
         self._clock = clock
         self._pending = PendingUploads()
-        # One at a time: a promise counts for the next one.
+        # One at a time: each promise counts in the next forecast.
         self._promising = asyncio.Lock()
-        # Threads of their own: those of the loop may be busy with the input and the end of large batches.
+        # A separate pool: the loop's threads may be busy with the input and the end of large batches.
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="batches-api")
 
     def app(self) -> Starlette:
@@ -183,7 +183,7 @@ class BatchAPI:
     async def _create_file(self, request: Request) -> Response:
         scheduling = self._scheduling(request)
         limits = self._limits(scheduling.key)
-        # A database that is gone is told before the file is received.
+        # An unreachable database is reported before the file is received.
         await self._run(self._store.files, scheduling.tenant, limit=1)
         with self._pending.count(scheduling.tenant, limits.max_tenant_bytes) as grow:
             upload = await receive(request, self._content, limits.max_file_bytes, grow)
@@ -200,7 +200,7 @@ class BatchAPI:
             raise bad_request("file: required, but missing", "file")
         purpose = upload.fields.get("purpose")
         if purpose != "batch":
-            raise bad_request('purpose: must be "batch", the only one that is supported', "purpose")
+            raise bad_request('purpose: must be "batch", the only supported purpose', "purpose")
         now = int(self._clock())
         text = upload.fields.get("expires_after[seconds]")
         anchor = upload.fields.get("expires_after[anchor]")
@@ -226,7 +226,7 @@ class BatchAPI:
         try:
             add_file(self._store, self._content, upload.draft, file, limits)
         except TooManyError as error:
-            raise bad_request(f"{error}; delete some first", "file") from None
+            raise bad_request(f"{error}; delete files first", "file") from None
 
     async def _list_files(self, request: Request) -> Response:
         query = request.query_params
@@ -259,7 +259,7 @@ class BatchAPI:
             return _StoredFile(path, media_type=kind)
         pieces = self._content.pieces(file.id, file.bytes)
         try:
-            # Results may be in parts still. What is lost is told before the answer begins.
+            # Results may still be in parts. Lost content is reported before the answer begins.
             first = await self._run(next, pieces, b"") if size in (None, file.bytes) else b""
         except (ContentLostError, FileNotFoundError):
             first = b""
@@ -276,7 +276,7 @@ class BatchAPI:
         except NotFoundError:
             raise _no("file", id) from None
         except InUseError:
-            message = f"The file {id!r} belongs to a batch that has not ended; cancel that first"
+            message = f"The file {id!r} belongs to a batch that has not ended; cancel the batch first"
             raise _conflict(message) from None
         await self._run(self._delete_contents, [id])
         return JSONResponse({"id": id, "object": "file", "deleted": True})
@@ -333,8 +333,8 @@ class BatchAPI:
             message = f"input_file_id: there is no file {body.input_file_id!r}"
             raise bad_request(message, "input_file_id") from None
         except TooManyError as error:
-            # Not 429: another try helps when a batch has ended, which may take a day.
-            raise bad_request(f"{error}; wait until one has ended, or cancel one") from None
+            # Not 429: another try helps only after a batch has ended, which may take a day.
+            raise bad_request(f"{error}; wait until a batch has ended, or cancel a batch") from None
         await self._run(self._delete_contents, forgotten)
         self._notice()
         return JSONResponse(batch_object(batch, outlook.message))
@@ -383,7 +383,7 @@ class BatchAPI:
         return await asyncio.get_running_loop().run_in_executor(self._pool, call)
 
     def _delete_contents(self, ids: list[str]) -> None:
-        """Delete contents whose files are deleted already, so that no error is the client's."""
+        """Delete contents whose files are deleted already; errors are logged and not sent to the client."""
         try:
             delete_contents(self._store, self._content, ids)
         except (OSError, DatabaseError, FencedError) as error:
@@ -391,7 +391,7 @@ class BatchAPI:
 
 
 class _StoredFile(FileResponse):
-    """A file; an error about its ranges, of which Starlette's are plain text, has the shape of others."""
+    """A file response; errors about ranges, which Starlette sends as plain text, get the API's shape."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the file."""
@@ -417,7 +417,7 @@ class _StoredFile(FileResponse):
 
 
 async def _fail(request: Request, error: Exception) -> Response:
-    """Answer a request that met a disk or a database that fails."""
+    """Answer a request during which the disk or the database failed."""
     logger.error("%s %s: %s", request.method, request.url.path, error)
     message = "The service's disk or database fails. Try again later."
     if isinstance(error, FencedError):
@@ -426,7 +426,7 @@ async def _fail(request: Request, error: Exception) -> Response:
 
 
 def _page_limit(request: Request, usual: int, most: int) -> int:
-    """Return the query parameter `limit`: a number from 1 to `most`; `usual` where it is missing."""
+    """Return the query parameter `limit`: a number from 1 to `most`; `usual` if it is missing."""
     text = request.query_params.get("limit", str(usual))
     limit = int(text) if NUMBER.fullmatch(text) else 0
     if not 1 <= limit <= most:
@@ -451,11 +451,11 @@ def _new_file_id() -> str:
 
 
 def _no(what: str, id: str) -> RequestError:
-    """Return the error for a file or a batch that the tenant hasn't."""
+    """Return the error for a file or a batch that the tenant doesn't have."""
     return RequestError(404, "not_found_error", f"There is no {what} {id!r}", param="id")
 
 
 def _conflict(message: str) -> RequestError:
     """Return the error for a change that the state of a file or batch doesn't allow."""
-    # OpenAI's clients would send it again otherwise.
+    # Otherwise OpenAI's clients would send the request again.
     return RequestError(409, "invalid_request_error", message, param="id", final=True)

@@ -1,4 +1,4 @@
-"""Rows of a batch: what is sent of an input line, what comes back, and what both are worth in tokens."""
+"""Rows of a batch: the body that is sent, the result, and their work in tokens."""
 
 from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple, Protocol
@@ -11,7 +11,7 @@ from serve_app.api.scheduling import Scheduling
 from serve_app.jobs.pacing import EngineLoad
 
 MOST = 1 << 40
-"""Numbers beyond this are no numbers of tokens."""
+"""Larger numbers are not token counts."""
 
 PROMPT = 0.5
 """Work of a token of a prompt, in tokens of an answer. A row of P and N tokens, beside n rows,
@@ -19,13 +19,13 @@ takes an engine P * per_prefill_token_ms + N * (base_ms / n + per_sequence_ms): 
 of a prompt takes 0.4 to 0.6 times as long as a token of an answer (`serve_app/simulation/profiles.py`)."""
 
 ROW = 1.0
-"""Work of a row beside its tokens: some answers report none."""
+"""Work of a row beside its tokens: some answers report no tokens."""
 
 BYTES = 4
-"""Bytes of a row's line that make a token of its prompt, about."""
+"""Approximate bytes of a row's line per token of its prompt."""
 
 USUAL_OUTPUT = 512
-"""Bound of an answer that states none."""
+"""Bound of an answer without a stated bound, in tokens."""
 
 BOUNDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
@@ -37,9 +37,9 @@ class RowTokens(NamedTuple):
 
     Attributes:
         input_tokens: Tokens of the prompts.
-        cached_tokens: Those of them that were in a cache.
+        cached_tokens: Prompt tokens that were in a cache.
         output_tokens: Tokens of the answers.
-        reasoning_tokens: Those of them that are reasoning.
+        reasoning_tokens: Answer tokens that are reasoning.
     """
 
     input_tokens: int = 0
@@ -52,7 +52,7 @@ NO_TOKENS = RowTokens()
 
 
 def tokens_of(answer: Any) -> RowTokens:
-    """Return what an answer reports: of chats and completions, responses, embeddings, or `/generate`."""
+    """Return the tokens in an answer of chats, completions, responses, embeddings or `/generate`."""
     usage = answer.get("usage") if isinstance(answer, dict) else None
     if not isinstance(usage, dict):
         return NO_TOKENS
@@ -71,18 +71,18 @@ def tokens_of(answer: Any) -> RowTokens:
 def work_of(rows: int, tokens: RowTokens) -> float:
     """Return the work of rows that were run, in tokens of an answer.
 
-    Unlike rows per second, work per second is about the same for short rows and for long ones; so a rate that
-    was measured with one batch says something about another.
+    Unlike rows per second, work per second is about the same for short rows and for long ones; so a rate
+    measured with one batch predicts the rate of another.
     """
     return ROW * rows + PROMPT * max(0, tokens.input_tokens - tokens.cached_tokens) + tokens.output_tokens
 
 
 def bound_of(endpoint: str, body: JSON, size: int) -> float:
-    """Return the work that a row is, if its answer is as long as it may be.
+    """Return the work of a row whose answer is as long as allowed.
 
     Args:
         endpoint: The endpoint of its batch.
-        body: Its body, which may be wrong.
+        body: Its body, which may be invalid.
         size: Bytes of its line.
     """
     output = 0
@@ -113,7 +113,7 @@ class RowAnswer(NamedTuple):
         status: HTTP status.
         body: Body, in the shape of OpenAI's API.
         retry_after_s: Seconds after which another try is likely to succeed.
-        final: Another try is of no use, although the status suggests one.
+        final: Whether another try is useless although the status suggests one.
     """
 
     status: int
@@ -123,7 +123,7 @@ class RowAnswer(NamedTuple):
 
     @classmethod
     def of(cls, error: RequestError) -> "RowAnswer":
-        """Return the answer that an error is."""
+        """Return an error as an answer."""
         return cls(error.status, error.body(), error.retry_after_s, error.final)
 
     @property
@@ -147,11 +147,11 @@ class RowAnswer(NamedTuple):
 
 
 class QuotaError(RequestError):
-    """A quota of a row's tenant or key is used up. It says nothing about the room at the engines."""
+    """A quota of a row's tenant or key is used up. It says nothing about free places at the engines."""
 
 
 class RowClient(Protocol):
-    """A way to the engines."""
+    """A client that sends rows to the engines."""
 
     async def send(
         self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None
@@ -161,17 +161,17 @@ class RowClient(Protocol):
         Args:
             endpoint: The route, such as `/v1/chat/completions`.
             body: The body of the request.
-            scheduling: Its tier, its tenant, and the tenant's weight.
-            models: Ids of the models that its batch may use; None: all.
+            scheduling: The row's tier, its tenant, and the tenant's weight.
+            models: Ids of the models that the row's batch may use; None: all.
 
         Raises:
-            QuotaError: Its tenant or key has no quota for it now.
-            RequestError: The same as an answer with its status.
+            QuotaError: The tenant or key of the row has no quota left now.
+            RequestError: Equivalent to an answer with the error's status.
             Exception: The engine couldn't be reached.
         """
 
     async def refresh(self) -> None:
-        """Learn which adapters are served now."""
+        """Read which adapters are served now."""
 
     def base_of(self, model: str) -> str | None:
         """Return the model whose engines run a model or an adapter; None: it isn't served now."""
@@ -180,10 +180,10 @@ class RowClient(Protocol):
         """Return the load of the engines of a model.
 
         Args:
-            base: The model; None: all engines that had rows since the last such call.
+            base: The model; None: all engines that had rows since the last call with None.
 
         Returns:
-            Their load; None: it isn't known.
+            The load; None: unknown.
         """
 
 
@@ -197,7 +197,7 @@ class Row(NamedTuple):
     Attributes:
         line: Number of its line.
         text: The line.
-        model: The model that its body names; None: none.
+        model: The model that its body names; None: the body names no model.
     """
 
     line: int
@@ -216,8 +216,8 @@ class Result(NamedTuple):
     Attributes:
         line: Number of the input line.
         text: Line of the output or the error file.
-        is_error: Whether it belongs into the error file.
-        is_unrun: Whether the row has no answer: its batch ended before.
+        is_error: Whether it belongs in the error file.
+        is_unrun: Whether the row has no answer since its batch ended before it ran.
         tokens: Tokens that the answer reports.
     """
 
@@ -237,13 +237,13 @@ def answered(batch: str, row: Row, status: int, body: JSON) -> Result:
 
 
 def unrun(batch: str, row: Row, reason: tuple[str, str]) -> Result:
-    """Return the result of a row without an answer: its batch expired or was cancelled before."""
+    """Return the result of a row that was not run, since its batch expired or was cancelled."""
     error = {"code": reason[0], "message": reason[1]}
     return Result(row.line, _line(_id(batch, row), row, None, error), True, True)
 
 
 def _id(batch: str, row: Row) -> str:
-    # The same in each try, so that a row's calls can be found together.
+    # The id is the same in each try, so that a row's calls can be found together.
     return f"batch_req_{batch.removeprefix('batch_')}_{row.line}"
 
 

@@ -1,4 +1,4 @@
-"""Gives rows of batches and datasets their places at the engines, sends them, and records their results."""
+"""The runner: gives rows of batches and datasets places at the engines, sends them, records the results."""
 
 import asyncio
 import logging
@@ -24,20 +24,20 @@ Done = tuple[BatchRun, Row, Result]
 """A row that has its result."""
 
 Paced = Callable[[str | None, bool], None]
-"""Takes a model, or None for several, and whether its engines had all rows that they have room for."""
+"""Takes a model, or None for several, and whether its engines were filled with rows."""
 
 
 @dataclass(slots=True, eq=False)
 class ModelRows:
-    """The rows of all runs at the engines of one model, apart from those of the others.
+    """The rows of all runs at the engines of one model.
 
-    So a model that is slow or asleep holds up no run of another.
+    Each model has its own, so that a slow or sleeping model holds up no run of another model.
 
     Attributes:
-        concurrency: Limit on the rows that have a place, and on those of each tenant in flight.
+        concurrency: Limit on the rows that have a place, and on each tenant's rows in flight.
         places: The places of the rows.
         sender: Sends the rows.
-        full: Whether rows had about all places when places were given last.
+        full: Whether nearly all places were taken when places were last given.
         pacing: The task that adapts the limit to the load of the engines, while rows are in flight.
     """
 
@@ -52,26 +52,26 @@ class Runner:
     """Sends the rows of runs, and records their results in groups.
 
     A host reads rows into the runs, and calls `fill` whenever something has changed. The tasks of the rows
-    live in the context of the runner. Its end waits for the rows in flight; a cancellation ends them without
-    results.
+    live in the context of the runner. The end of the context waits for the rows in flight; a cancellation
+    ends them without results.
 
     Args:
         client: The engines.
-        concurrency: Returns the limit on rows of a model that have a place, and on those of each tenant in
+        concurrency: Returns the limit on rows of a model that have a place, and on each tenant's rows in
             flight.
         backoff: Waits between the tries of a row.
-        retries: Failures of a row before it is given up; see `Sender`.
+        retries: Counted failures of a row before its last try; see `Sender`.
         patient: Whether an outage is waited out; see `Sender`.
-        max_bytes: Most bytes of input lines of a model in flight, but for one line of each tenant.
+        max_bytes: Most bytes of a model's input lines in flight, except for one line of each tenant.
         row_timeout_s: Seconds after which a try has failed; None: never.
         gather_s: Seconds for which results are gathered, to be recorded together.
-        again_s: Seconds after which results that can't be recorded are recorded again.
-        changed: Called when something may be begun.
+        again_s: Seconds after which a failed recording of results is tried again.
+        changed: Called when new work may begin.
         paced: Called after each look at the load of the engines.
 
     Attributes:
         rate: Rows that got their results here.
-        failed: Those of them that are errors.
+        failed: Rows whose results are errors.
         unwritten: Whether results can't be recorded now.
     """
 
@@ -136,17 +136,17 @@ class Runner:
 
     @property
     def limit(self) -> int:
-        """Rows that may have a place now, at the engines of all models that had some."""
+        """Rows that may have a place now, at the engines of all models that have had rows."""
         return sum(model.concurrency.limit for model in self._models.values())
 
     @property
     def retried(self) -> int:
-        """Tries after the first of a row."""
+        """Tries beyond the first try of each row."""
         return sum(model.sender.retried for model in self._models.values())
 
     @property
     def trouble(self) -> str:
-        """Message of a failure after which no row of its model was answered; empty: there is none."""
+        """Message of a failure after which no row of its model was answered; empty: no such failure."""
         return next((model.sender.trouble for model in self._models.values() if model.sender.trouble), "")
 
     def in_flight_of(self, base: str | None) -> int:
@@ -158,27 +158,27 @@ class Runner:
 
         Args:
             base: The model; None: the rows have several.
-            runs: The run of each tenant that is next; each has rows, or some whose next try is due.
+            runs: The next run of each tenant; each has rows, or rows whose next try is due.
         """
         model = self._model(base)
         for run, row in model.places.fill(runs):
             self._group.create_task(self._run_row(model, run, row))
-        # Between the end of rows and this, places are free that nobody could take.
+        # Measured here, since places that became free before this call could not be taken yet.
         model.full = model.places.used >= BINDING * model.concurrency.limit
         if model.places.in_flight and (model.pacing is None or model.pacing.done()):
             model.pacing = self._group.create_task(self._pace(base, model))
 
     def stop(self, run: BatchRun) -> None:
-        """Let no more rows of a run be sent. Those in flight go on; `Run.abort` ends them too."""
+        """Stop sending rows of a run. Rows in flight continue; `BatchRun.abort` ends them too."""
         self._model(run.base).places.stop(run)
 
     def keep(self, tenants: set[str]) -> None:
-        """Forget all other tenants that have no row in flight."""
+        """Forget other tenants that have no row in flight."""
         for model in self._models.values():
             model.places.keep(tenants)
 
     def _model(self, base: str | None) -> ModelRows:
-        """Return the rows of a model; None: those of the runs that have several."""
+        """Return the rows of a model; None: the rows of runs with several models."""
         model = self._models.get(base)
         if model is None:
             concurrency = self._concurrency()
@@ -196,7 +196,7 @@ class Runner:
             run.fail(error)
             result = None
         if result is None:
-            # It is left to the end of the run, or to the next process.
+            # The row is left to the end of the run, or to the next process.
             model.places.leave(run, row)
             self._changed()
         else:
@@ -204,7 +204,7 @@ class Runner:
             self._to_write.set()
 
     async def _write(self) -> None:
-        """Record results, all that have come meanwhile."""
+        """Record results in groups: each group has all results that have come meanwhile."""
         while True:
             await self._to_write.wait()
             await asyncio.sleep(self._gather_s)
@@ -215,7 +215,8 @@ class Runner:
                 groups.setdefault(done[0], []).append(done)
             for run, group in groups.items():
                 await self._record(run, group)
-            # Nothing is lost: what isn't written stays in flight, so that few rows are sent meanwhile.
+            # Nothing is lost: rows whose results aren't written stay in flight, so that few rows are sent
+            # meanwhile.
             self.unwritten = bool(self._failed_writes)
             self._results += self._failed_writes
             self._failed_writes.clear()
@@ -225,7 +226,7 @@ class Runner:
                 self._to_write.set()
 
     async def _record(self, run: BatchRun, group: list[Done]) -> None:
-        """Record results of a run, once: a file that can't be written is in no other run's way."""
+        """Try once to record results of a run: a file that can't be written blocks no other run."""
         results = [result for _, _, result in group]
         try:
             await finished(run.record, results)
@@ -245,7 +246,7 @@ class Runner:
         self.rate.add(len(group))
 
     async def _pace(self, base: str | None, model: ModelRows) -> None:
-        """Adapt the number of rows at the engines of a model to their load, while there are any."""
+        """Adapt the number of rows at the engines of a model to their load, while rows are in flight."""
         while True:
             await asyncio.sleep(model.concurrency.interval_s)
             if not model.places.in_flight:
@@ -257,7 +258,7 @@ class Runner:
                 load = None
             limit = model.concurrency.limit
             if not self.unwritten:
-                # Results count until they are recorded: a slow disk takes more of them at once.
+                # Rows count until their results are recorded: a slow disk records more of them at once.
                 model.concurrency.observe(load, model.places.used)
                 self._changed()
             # While the limit grows, the engines have room.
@@ -266,9 +267,9 @@ class Runner:
 
 
 async def finished(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run a function that writes in a thread, which has ended when this returns or is cancelled.
+    """Run a writing function in a thread, which has ended when this returns or is cancelled.
 
-    Otherwise a slow thread would write into the results of the next process, once the state is closed.
+    Otherwise, once the state is closed, a slow thread would write into the results of the next process.
     """
     turn = threading.Lock()
     dropped = False

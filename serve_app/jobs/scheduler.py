@@ -1,4 +1,4 @@
-"""Which row is next: the rows in memory, their places at the engines, and the shares of tenants."""
+"""The order of rows: the rows in memory, their places at the engines, and the shares of tenants."""
 
 import asyncio
 from collections import Counter, deque
@@ -22,12 +22,12 @@ class BatchRun:
         models: Ids of the models that its rows may name; None: all.
 
     Attributes:
-        base: The model whose engines run its rows; None: they have several, or it is not known.
+        base: The model whose engines run its rows; None: the rows have several models, or it isn't known.
         rows: Rows that are read and not yet sent.
         in_flight: Rows that were taken and have no recorded result.
-        due: Events of those of them whose next try is due, set once each has a place.
+        due: Events of rows in flight whose next try is due; each is set once the row has a place.
         stopping: Set when no row may be sent any more.
-        tries: The tries of its rows that are under way.
+        tries: The tries of its rows that are in progress.
     """
 
     def __init__(self, endpoint: str, scheduling: Scheduling, models: Collection[str] | None = None) -> None:
@@ -48,15 +48,15 @@ class BatchRun:
 
     @property
     def weight(self) -> float:
-        """The tenant's share in relation to the others."""
+        """The tenant's share relative to other tenants."""
         return self.scheduling.weight or 1.0
 
     def body(self, row: Row) -> JSON:
-        """Return the body that is sent of a row. A large row is read in a thread."""
+        """Return the body to send for a row. Runs in a thread for a large row."""
         raise NotImplementedError
 
     def result(self, row: Row, answer: RowAnswer, tries: int) -> Result:
-        """Return the result of a row. A large row is written in a thread.
+        """Return the result of a row. Runs in a thread for a large row.
 
         Args:
             row: The row.
@@ -64,29 +64,29 @@ class BatchRun:
             tries: Number of times that it was sent.
 
         Raises:
-            RunError: The run can't go on.
+            RunError: The run can't continue.
         """
         raise NotImplementedError
 
     def record(self, results: Sequence[Result]) -> None:
-        """Record results durably. A thread does it, one at a time for each run.
+        """Record results durably. Runs in a thread, one at a time for each run.
 
         Raises:
-            RunError: The run can't go on.
+            RunError: The run can't continue.
             OSError: The disk is full, or fails. The same results are recorded again later.
-            DatabaseError: The same for the database.
+            DatabaseError: The database fails.
         """
         raise NotImplementedError
 
     def recorded(self, results: Sequence[Result]) -> None:
-        """Take in results that are recorded."""
+        """Handle results that were recorded."""
 
     def fail(self, error: RunError) -> None:
-        """Take in that the run can't go on."""
+        """Handle an error with which the run can't continue."""
         raise NotImplementedError
 
     def abort(self) -> None:
-        """End the tries that are under way, at the engines too; their rows have no result."""
+        """End the tries in progress, at the engines too; their rows get no result."""
         for one in self.tries:
             one.cancel()
 
@@ -94,9 +94,9 @@ class BatchRun:
 class Shares:
     """Turns of the tenants, by weight.
 
-    The tenant with the fewest rows at the engines by its weight is next. Among equals, it is the one with the
-    fewest rows so far by its weight (start-time fair queueing), so that tenants take turns at a limit of one
-    row too. A tenant that joins has no credit.
+    The tenant with the fewest rows at the engines relative to its weight is next. A tie goes to the tenant
+    with the fewest rows so far relative to its weight (start-time fair queueing), so that tenants take turns
+    at a limit of one row too. A tenant that joins has no credit.
 
     Attributes:
         total: Rows at the engines.
@@ -113,28 +113,28 @@ class Shares:
         return self._rows[tenant]
 
     def turn(self, tenant: str, weight: float) -> tuple[float, float]:
-        """Return the place of a tenant among others: the least one is next.
+        """Return the rank of a tenant: the lowest rank is next.
 
         Args:
             tenant: The tenant.
-            weight: Its share in relation to the others.
+            weight: Its share relative to other tenants.
         """
         return self._rows[tenant] / weight, max(self._now, self._next.get(tenant, 0.0))
 
     def start(self, tenant: str, weight: float) -> None:
-        """Note a row that is at the engines from now on."""
+        """Count a row that goes to the engines."""
         self._now = self.turn(tenant, weight)[1]
         self._next[tenant] = self._now + 1 / weight
         self._rows[tenant] += 1
         self.total += 1
 
     def end(self, tenant: str) -> None:
-        """Note a row that is there no longer."""
+        """Count a row that has left the engines."""
         self._rows[tenant] -= 1
         self.total -= 1
 
     def keep(self, tenants: Collection[str]) -> None:
-        """Forget all other tenants that have no row there."""
+        """Forget other tenants that have no row at the engines."""
         for tenant in self._next.keys() - tenants:
             if not self._rows[tenant]:
                 del self._next[tenant], self._rows[tenant]
@@ -143,22 +143,22 @@ class Shares:
 RunT = TypeVar("RunT", bound="BatchRun")
 
 FILL_ROWS = 32
-"""Rows that are taken at once: each takes a fraction of a millisecond, in which nothing else is answered."""
+"""Rows that are taken at once: each blocks the event loop for a fraction of a millisecond."""
 
 
 class Places:
     """Gives rows their places at the engines of one model.
 
-    A row is in flight from the time at which it is taken until its result is recorded. It has a place
-    meanwhile, but for the time in which it waits for its next try, so that a model that is down, or a quota
-    that is used up, holds up no other tenant.
+    A row is in flight from the time at which it is taken until its result is recorded. It has a place during
+    this time, except while it waits for its next try, so that a model that is down, or a quota that is used
+    up, holds up no other tenant.
 
-    Between tenants, the one with the fewest rows at the engines by its weight is next.
+    The tenant with the fewest rows at the engines relative to its weight is next.
 
     Args:
         concurrency: Limit on rows that have a place, and on the rows of each tenant in flight.
-        max_bytes: Most bytes of input lines in flight, but for one line of each tenant.
-        changed: Called when other rows may have their turn.
+        max_bytes: Most bytes of input lines in flight, except for one line of each tenant.
+        changed: Called when other rows may get a place.
 
     Attributes:
         in_flight: Rows in flight.
@@ -179,17 +179,17 @@ class Places:
         return self._shares.total
 
     def keep(self, tenants: Collection[str]) -> None:
-        """Forget all other tenants that have no row in flight."""
+        """Forget other tenants that have no row in flight."""
         self._shares.keep(tenants)
         counts = self._in_flight_of
         for tenant in [name for name, count in counts.items() if not count and name not in tenants]:
             del counts[tenant]
 
     def fill(self, heads: list[RunT]) -> Iterator[tuple[RunT, Row]]:
-        """Give the free places to rows, to few at once, and yield those that were taken for it.
+        """Give free places to rows, to at most `FILL_ROWS` at once, and yield the rows that were newly taken.
 
         Args:
-            heads: The run of each tenant that is next; each has rows, or some whose next try is due.
+            heads: The next run of each tenant; each has rows, or rows whose next try is due.
         """
         given = 0
         while heads and self.used < self._concurrency.limit:
@@ -207,19 +207,19 @@ class Places:
                 more = bool(one.rows)
                 yield one, row
             elif self._in_flight_of[tenant] > self._shares.of(tenant):
-                # Some wait for their next try. They may do so for hours, while the rows of others fit.
+                # Some rows wait for their next try, perhaps for hours, while rows of other tenants fit.
                 heads.remove(one)
                 continue
             else:
                 return
             if not more:
                 heads.remove(one)
-                # More may be read, or another run of the tenant be next.
+                # More rows may be read, or another run of the tenant may be next.
                 self._changed()
 
     @asynccontextmanager
     async def away(self, one: BatchRun) -> AsyncGenerator[None, None]:
-        """Return the context of a row that waits for its next try. It has a place again behind it."""
+        """Return the context in which a row waits for its next try; after it, the row has a place."""
         self._shares.end(one.tenant)
         self._changed()
         yield
@@ -231,13 +231,13 @@ class Places:
         await placed.wait()
 
     def stop(self, one: BatchRun) -> None:
-        """Let no more rows of a run be sent. Those that are due have their places only to end."""
+        """Stop sending rows of a run. Rows that are due get places only to end."""
         one.stopping.set()
         while one.due:
             self._give_place(one)
 
     def leave(self, one: BatchRun, row: Row) -> None:
-        """Take in that a row is in flight no more."""
+        """Count a row that is no longer in flight."""
         tenant = one.tenant
         self._shares.end(tenant)
         one.in_flight -= 1
@@ -246,7 +246,7 @@ class Places:
         self._bytes -= len(row.text)
 
     def _has_room(self, tenant: str, row: Row) -> bool:
-        """Return whether a row of a tenant may be taken; its first one always may."""
+        """Return whether a row of a tenant may be taken; the tenant's first row always may."""
         in_flight = self._in_flight_of[tenant]
         fits = self._bytes + len(row.text) <= self._max_bytes
         return not in_flight or (fits and in_flight < self._concurrency.limit)

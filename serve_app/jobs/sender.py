@@ -1,4 +1,4 @@
-"""Sends a row until it has an answer that is final."""
+"""Sends a row until it has a final answer."""
 
 import asyncio
 import logging
@@ -20,7 +20,8 @@ from serve_app.system.waiting import wait_for_event
 logger = logging.getLogger("ray.serve")
 
 RECENT = 6
-"""Failures of a row during which others have to be answered, if the row is the cause and not an outage."""
+"""Last failures of a row: if other rows were answered between them, the row is the cause and not an
+outage."""
 
 Away = Callable[[], AbstractAsyncContextManager[None]]
 """Returns the context in which a row waits for its next try."""
@@ -30,19 +31,19 @@ class Sender:
     """Sends rows.
 
     A refusal for lack of room (429) doesn't count: live traffic may fill the engines for hours. Another
-    failure counts if the engine said that it failed (500), or if other rows of the model were answered
-    meanwhile, so that an outage doesn't cost rows. A refusal by a quota doesn't lower the limit either: it
-    concerns one tenant or key.
+    failure counts if the engine answered 500, or if other rows of the model were answered meanwhile, so that
+    an outage doesn't cost rows. A refusal by a quota doesn't lower the limit either: it concerns one tenant
+    or key.
 
     Args:
         client: The engines.
         concurrency: Limit that adapts to answers and refusals.
         backoff: Waits between the tries of a row.
-        retries: Failures that count before the last one is a row's result.
+        retries: Counted failures after which a row is sent again; the next failure is its result.
         timeout_s: Seconds after which a try has failed; None: never.
-        patient: Whether an outage is waited out however long it takes. Otherwise each failure counts, and the
-            run ends with a row that has failed too often, unless others were answered between its last
-            failures: then the service works, and the row is the cause.
+        patient: Whether an outage of any length is waited out. Otherwise each failure counts, and a row that
+            fails too often ends the run, unless other rows were answered between its last failures: then the
+            service works, and the row is the cause.
 
     Attributes:
         retried: Number of tries after the first of a row.
@@ -69,21 +70,21 @@ class Sender:
         self._answered: Counter[str | None] = Counter()
 
     async def send(self, run: BatchRun, row: Row, away: Away = nullcontext) -> Result | None:
-        """Return the result of a row; None if it has none when its run stops.
+        """Return the result of a row; None if its run stops first.
 
         Args:
-            run: Its batch or dataset.
+            run: The row's batch or dataset.
             row: The row.
             away: Returns the context of each wait for the next try.
 
         Raises:
-            RunError: The run can't go on.
+            RunError: The run can't continue.
         """
         model = row.model
         tries = failures = 0
         seen = deque([self._answered[model]], RECENT if not self._patient else 1)
         while not run.stopping.is_set():
-            # Parsed for each try: what waits, or is at an engine, takes many times its bytes otherwise.
+            # Parsed for each try: a parsed row takes many times its bytes while it waits or is at an engine.
             body = await look(len(row.text), lambda: run.body(row))
             if run.stopping.is_set():
                 return None
@@ -101,7 +102,7 @@ class Sender:
             self.trouble = answer.message
             if answer.status != 429:
                 works = self._answered[model] > seen[0]
-                # An engine that fails at each row is an outage too, until it has answered one.
+                # An engine that fails on each row is an outage too, until it has answered a row.
                 failed = answer.status == 500 and (self._patient or self._answered.total() > 0)
                 failures += not self._patient or failed or works
                 if failures > self._retries:
@@ -115,8 +116,8 @@ class Sender:
         return None
 
     async def _try(self, run: BatchRun, sending: Coroutine[Any, Any, RowAnswer]) -> RowAnswer | None:
-        """Return the answer to a row; None: the try was ended with its run."""
-        # A task of its own: the end of a run cancels it, and nothing else of the row.
+        """Return the answer to a row; None: the end of the run ended the try."""
+        # A separate task: the end of a run cancels it, and nothing else of the row.
         task = asyncio.create_task(sending)
         run.tries.add(task)
         try:
@@ -129,7 +130,7 @@ class Sender:
                 return None
             answer = RowAnswer.of(RequestError(503, "service_unavailable", "the call was cancelled"))
         except QuotaError as error:
-            # Others have quota still, and the engines have room for them.
+            # Other tenants still have quota, and the engines have room for them.
             return RowAnswer.of(error)
         except RequestError as error:
             answer = RowAnswer.of(error)

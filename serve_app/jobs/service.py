@@ -47,8 +47,8 @@ class BatchesMetrics:
     """Records the statistics as metrics, periodically.
 
     Args:
-        stats: Returns them; see `BatchService.stats`.
-        meters: Instruments of `catalogue.BATCHES`; None: Ray's.
+        stats: Returns the statistics; see `BatchService.stats`.
+        meters: Instruments of `catalogue.BATCHES`; None: Ray's instruments.
     """
 
     def __init__(self, stats: Callable[[], Awaitable[JSON]], meters: Meters | None = None) -> None:
@@ -62,7 +62,7 @@ class BatchesMetrics:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     def stop(self) -> None:
-        """Report no more."""
+        """Stop reporting."""
         self._faults.stop()
         if self._task is not None:
             self._task.cancel()
@@ -96,15 +96,15 @@ class BatchesMetrics:
 
 
 HELD_S = 60.0
-"""Seconds to wait for a process that has the folder open: one that is being replaced."""
+"""Seconds to wait for a process that has the folder open, such as a replica that is being replaced."""
 
 POLL_S = 0.2
 
 BROKEN = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-"""SQLite's errors that don't pass: tables are missing, the file is damaged, or isn't a database."""
+"""SQLite's permanent errors: tables are missing, the file is damaged, or it isn't a database."""
 
 GATHER_S = 0.02
-"""Seconds for which results are gathered: a commit of one takes nearly as long as one of ten."""
+"""Seconds for which results are gathered: committing one result takes nearly as long as committing ten."""
 
 SCHEDULING = "scheduling"
 """Key of the ASGI scope under which a relayed request has its scheduling."""
@@ -119,7 +119,7 @@ class BatchService:
         content: The contents.
         client: The engines.
         models: Ids of the served models.
-        keys: The API keys; None: the service has none.
+        keys: The API keys; None: the service has no keys.
     """
 
     def __init__(
@@ -166,19 +166,19 @@ class BatchService:
         keys: KeyStore | None = None,
         held_s: float = HELD_S,
     ) -> "BatchService":
-        """Open the folder, and go on with the batches in it.
+        """Open the folder, and resume the batches in it.
 
         Args:
             settings: Place and limits.
             client: The engines.
             models: Ids of the served models.
-            keys: The API keys; None: the service has none.
+            keys: The API keys; None: the service has no keys.
             held_s: Seconds to wait while another process has the folder open.
 
         Raises:
             StoreError: The folder can't be used.
-            OSError: The same.
-            DatabaseError: The database fails for longer, or can never work.
+            OSError: The folder can't be created, read or written.
+            DatabaseError: The database still fails after `held_s`, or fails for good.
         """
         store = await _open_store(_place(settings), held_s)
         try:
@@ -186,7 +186,7 @@ class BatchService:
             await asyncio.to_thread(adopt_results, store, content)
             await asyncio.to_thread(_delete_noted, store, content)
             if unfinished := await asyncio.to_thread(store.open_batches):
-                logger.info("batches: going on with %d that have not ended", len(unfinished))
+                logger.info("batches: resuming %d open batches", len(unfinished))
         except BaseException:
             store.close()
             raise
@@ -239,10 +239,10 @@ class BatchService:
             raise RuntimeError("the runner of the batches has ended")
 
     async def close(self, timeout_s: float) -> None:
-        """Send no more rows, record those that end in time, and close the state.
+        """Stop sending rows, record the rows that end in time, and close the state.
 
         Args:
-            timeout_s: Seconds that rows in flight have. The next process sends again those that take longer.
+            timeout_s: Seconds for rows in flight to end. The next process sends the remaining rows again.
         """
         self._runner.stop()
         await asyncio.wait([self._running], timeout=timeout_s)
@@ -252,7 +252,7 @@ class BatchService:
 
 
 def _tell_end(running: asyncio.Task[None]) -> None:
-    """Log why the runner has ended, if it wasn't asked to; `check` has the replica replaced."""
+    """Log why the runner has ended, unless it was stopped; `check` makes Ray Serve replace the replica."""
     if not running.cancelled() and (error := running.exception()) is not None:
         causes: list[BaseException] = [one for one in _single(error) if isinstance(one, FencedError)] or [
             error
@@ -261,7 +261,7 @@ def _tell_end(running: asyncio.Task[None]) -> None:
 
 
 def _single(error: BaseException) -> Iterator[BaseException]:
-    """Yield the errors of a group, and of the groups in it; without a group, the error."""
+    """Yield the errors of a group and of its subgroups; any other error is yielded itself."""
     if not isinstance(error, BaseExceptionGroup):
         yield error
         return
@@ -274,17 +274,18 @@ def _open_content(settings: BatchesSettings, epoch: int) -> Contents:
     if settings.content is None or "://" not in settings.content:
         folder = folder if settings.content is None else Path(settings.content).expanduser()
         return Content(folder, epoch, DiskContent(folder))
-    # Imported only where it is used.
+    # Imported only if used: fsspec is optional.
     from serve_app.jobs.object_storage import Objects
 
     return Content(folder, epoch, Objects(settings.content))
 
 
 def _place(settings: BatchesSettings) -> Callable[[], Path | Database]:
-    """Return a function that opens the place of the state.
+    """Return a function that opens the folder or the database of the state.
 
     Raises:
-        StoreError: Its URL isn't known, or its package is missing.
+        StoreError: The variable with the database's URL isn't set; when the function is called: a package is
+            missing.
     """
     url = settings.database
     if settings.database_env is not None and not (url := os.environ.get(settings.database_env)):
@@ -304,7 +305,7 @@ async def _open_store(place: Callable[[], Path | Database], held_s: float) -> St
         try:
             return await asyncio.to_thread(lambda: Store(place()))
         except (HeldError, DatabaseError) as error:
-            # The upper bits of an error of SQLite tell the kinds of one apart.
+            # The upper bits of SQLite's error codes only distinguish variants of an error.
             if loop.time() > deadline or getattr(error.__cause__, "sqlite_errorcode", 0) & 0xFF in BROKEN:
                 raise
             if (message := str(error)) != told:

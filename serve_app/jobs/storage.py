@@ -1,8 +1,8 @@
-"""Files and results: changes of the database and of the contents, which are made together.
+"""Files and results: changes that touch both the database and the contents.
 
-A content has a file in the database, is that of an open batch, or is noted there as one without a file. So
-what a process left that ended in the middle of a change is known at the next start, and nothing else is
-deleted: no file of somebody else, and no content of another database.
+Each content has a file in the database, belongs to an open batch, or is noted in the database as a content
+without a file. So the next start finds what a process left when it ended in the middle of a change, and
+deletes nothing else: no foreign file, and no content of another database.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from serve_app.settings.batches import BatchesSettings
 
 
 def add_file(store: Store, content: Contents, draft: Draft, file: File, limits: BatchesSettings) -> None:
-    """Make a draft the content of a new file: afterwards both are there, or neither.
+    """Make a draft the content of a new file: afterwards both exist, or neither.
 
     Args:
         store: The state.
@@ -29,9 +29,9 @@ def add_file(store: Store, content: Contents, draft: Draft, file: File, limits: 
         limits: Limits on the files of its tenant.
 
     Raises:
-        TooManyError: The tenant would have more.
+        TooManyError: The tenant would exceed its limits.
         OSError: The disk is full, or fails.
-        DatabaseError: The same for the database.
+        DatabaseError: The database fails.
         FencedError: Another process has taken over the batches.
     """
     store.note_content(file.id)
@@ -39,11 +39,11 @@ def add_file(store: Store, content: Contents, draft: Draft, file: File, limits: 
         content.keep(draft, file.id)
         store.add_file(file, limits.max_tenant_bytes, limits.max_files)
     except FencedError:
-        # The new owner may have looked for it before it was there.
+        # The new owner may have looked for the content before it existed.
         content.remove(file.id)
         raise
     except (TooManyError, OSError, DatabaseError):
-        # An error of a commit doesn't say whether it took place.
+        # A commit that raised an error may still have taken place.
         with suppress(NotFoundError):
             store.remove_file(file.tenant, file.id)
         delete_contents(store, content, [file.id])
@@ -51,10 +51,10 @@ def add_file(store: Store, content: Contents, draft: Draft, file: File, limits: 
 
 
 def delete_contents(store: Store, content: Contents, ids: Sequence[str]) -> None:
-    """Delete contents that are noted as those without a file.
+    """Delete contents that are noted as contents without a file.
 
     Raises:
-        OSError: One can't be deleted: it stays noted; all others are deleted.
+        OSError: A content can't be deleted and stays noted; the rest are deleted.
         DatabaseError: The database fails; the contents stay noted.
     """
     deleted, failed = [], None
@@ -72,19 +72,19 @@ def delete_contents(store: Store, content: Contents, ids: Sequence[str]) -> None
 
 
 def delete_noted(store: Store, content: Contents) -> int:
-    """Delete what earlier processes left, and return the number of contents.
+    """Delete the contents that earlier processes left, and return their number.
 
-    It must not run while a file is being added.
+    Must not run while a file is being added.
     """
     ids = store.noted_contents()
-    # These ids are from before any takeover. A process that takes over later may be adding a file.
+    # The ids were read before any takeover. A process that takes over later may be adding a file.
     store.check_owner()
     delete_contents(store, content, ids)
     return len(ids)
 
 
 def remove_expired(store: Store, content: Contents, now: int, limits: BatchesSettings) -> int:
-    """Delete files and batches whose time is over, and old results that are too much.
+    """Delete expired files and batches, and the oldest results beyond the limit.
 
     Args:
         store: The state.
@@ -96,9 +96,9 @@ def remove_expired(store: Store, content: Contents, now: int, limits: BatchesSet
         The number of deleted files.
 
     Raises:
-        OSError: A content can't be deleted; all else is.
+        OSError: A content can't be deleted; everything else is.
     """
-    # First the file, then its content: a file without content would be an error for its reader.
+    # The file goes before its content: a reader of a file without content would get an error.
     ids = store.remove_expired(now) + store.remove_excess(limits.max_result_bytes)
     store.remove_expired_batches(now, limits.retention_s)
     delete_contents(store, content, ids)
@@ -106,15 +106,15 @@ def remove_expired(store: Store, content: Contents, now: int, limits: BatchesSet
 
 
 CLOSING_LINES = 2000
-"""Rows that get their result in one commit when a batch ends without them."""
+"""Most unsent rows that get their results in one commit when a batch ends."""
 
 
 def adopt_results(store: Store, content: Contents) -> None:
-    """Go on with results as an earlier version wrote them; called when the batches are opened.
+    """Adopt results that an earlier version wrote; called when the batches are opened.
 
     Raises:
         OSError: The disk fails.
-        DatabaseError: The same for the database.
+        DatabaseError: The database fails.
     """
     for batch in store.open_batches():
         for id in (batch.output_file, batch.error_file):
@@ -125,22 +125,22 @@ def record(store: Store, content: Contents, id: str, results: Sequence[Result]) 
     """Append results to the files of a batch, then commit their rows. May be called again after an error.
 
     The files are synced before the commit, which holds their new lengths. If the process ends between the
-    two, the next append begins at the lengths of the commit before.
+    two, the next append begins at the lengths of the previous commit.
 
     Args:
         store: The state.
         content: The contents.
         id: The batch.
-        results: Results of different rows. Those that are committed already are left out.
+        results: Results of different rows; committed results are skipped.
 
     Raises:
         ContentLostError: A file of the batch is gone.
         OSError: The disk is full, or fails.
-        DatabaseError: The same for the database.
+        DatabaseError: The database fails.
         FencedError: Another process has taken over the batches; nothing is committed.
     """
     batch = store.batch_to_write(id)
-    # An error of a commit doesn't say whether it took place.
+    # An earlier commit that raised an error may still have taken place.
     finished = store.finished_of(id, [result.line for result in results])
     new = [result for result in results if result.line not in finished]
     if not new:
@@ -157,7 +157,7 @@ def record(store: Store, content: Contents, id: str, results: Sequence[Result]) 
         for append in appends:
             content.append(*append)
     except ContentLostError:
-        # It isn't lost if another process has completed it meanwhile.
+        # The content isn't lost if another process has completed it meanwhile.
         store.batch_to_write(id)
         raise
     try:
@@ -169,7 +169,7 @@ def record(store: Store, content: Contents, id: str, results: Sequence[Result]) 
 
 
 def close(store: Store, content: Contents, batch: Batch, now: int) -> None:
-    """End a batch of which nothing is in flight: rows without a result get one that says why.
+    """End a batch with nothing in flight; rows without a result get an error that says why.
 
     Args:
         store: The state.
@@ -178,9 +178,9 @@ def close(store: Store, content: Contents, batch: Batch, now: int) -> None:
         now: Time of the end, in seconds since the epoch.
 
     Raises:
-        ContentLostError: A file of the batch is gone, or its input has other rows than it had.
+        ContentLostError: A file of the batch is gone, or the rows of its input have changed.
         OSError: The disk is full, or fails.
-        DatabaseError: The same for the database.
+        DatabaseError: The database fails.
     """
     reason = CANCELLED if batch.state == "cancelling" else EXPIRED
     if batch.completed + batch.failed != batch.total:
@@ -190,7 +190,7 @@ def close(store: Store, content: Contents, batch: Batch, now: int) -> None:
                 record(store, content, batch.id, [unrun(batch.id, row, reason) for row in rows])
     batch = store.batch(batch.id)
     if batch.completed + batch.failed != batch.total:
-        raise ContentLostError(f"the content of {batch.input_file} is not what it was")
+        raise ContentLostError(f"the content of {batch.input_file} has changed")
     content.seal(batch.output_file, batch.output_bytes)
     content.seal(batch.error_file, batch.error_bytes)
     to: State = "completed"
@@ -198,31 +198,31 @@ def close(store: Store, content: Contents, batch: Batch, now: int) -> None:
         to = "cancelled"
     elif batch.unrun:
         to = "expired"
-    # Before the end: afterwards nothing looks for it.
+    # Before `end`: afterwards nothing looks for the plan.
     content.remove(plan_id(batch.id))
     store.end(batch.id, to, now, batch.errors)
 
 
 def give_up(store: Store, content: Contents, id: str, reason: str, now: int) -> None:
-    """End a batch of which a content is gone. Its results until then are kept.
+    """End a batch that has lost a content; its results until then are kept.
 
     Args:
         store: The state.
         content: The contents.
-        id: The batch; nothing of it is in flight.
+        id: The batch, with nothing in flight.
         reason: What is gone.
         now: Time of the end, in seconds since the epoch.
 
     Raises:
         OSError: The disk is full, or fails.
-        DatabaseError: The same for the database.
+        DatabaseError: The database fails.
     """
     errors = [batch_error("content_lost", f"{reason}; the results until then are kept")]
-    # First the end: until then, another process may commit more results than are sealed.
+    # `end` comes first: before it, another process may commit more results than are sealed.
     store.end(id, "failed", now, errors)
     batch = store.batch(id)
     for file, size in ((batch.output_file, batch.output_bytes), (batch.error_file, batch.error_bytes)):
-        # One may be what is gone.
+        # The lost content may be one of these files.
         with suppress(ContentLostError):
             content.seal(file, size)
     content.remove(plan_id(id))

@@ -22,17 +22,17 @@ from serve_app.jobs.models import ENDED, OPEN, TRANSITIONS, Batch, Counts, File,
 T = TypeVar("T")
 
 LATEST = 1000
-"""Most batches that say what tenants ask for."""
+"""Most batches from which the demand of tenants is estimated."""
 
 ASKED = 500
-"""Values that a query has in a list at once: databases bound the parameters of a query."""
+"""Most values in a list of a query: databases limit the parameters of a query."""
 
 IS_OPEN = BATCHES.c.state.in_(OPEN)
 
 NOT_IN_USE = sa.and_(
     *(FILES.c.id.not_in(sa.select(BATCHES.c[name]).where(IS_OPEN)) for name in ("input_file", "output_file"))
 )
-"""Files that no open batch has."""
+"""Files that no open batch uses."""
 
 EPOCH = sa.select(OWNER.c.epoch)
 EPOCH_KEPT = EPOCH.with_for_update(read=True)
@@ -72,29 +72,29 @@ RESULTS = (
     .where(FILES.c.purpose != "batch")
     .subquery()
 )
-"""Result files with the bytes of each and of all newer ones of its tenant."""
+"""Result files, each with the bytes of itself and of all newer result files of its tenant."""
 
 
 class Store:
     """Files and batches of all tenants. Its methods may be called in any thread.
 
     A store owns the batches from its opening until another store opens the same database. The lock of the
-    database keeps two of them apart, but a lock can get lost: PostgreSQL's with a connection, a file's on a
-    network file system. So each store takes an epoch, which is higher than all before, and each change checks
-    in its own transaction that no higher epoch was taken. A store with an older epoch changes nothing more:
-    its changes, and `open_batches`, raise a FencedError.
+    database keeps two stores apart, but a lock can get lost: a lock of PostgreSQL with its connection, a lock
+    of a file on a network file system. So each store takes an epoch that is higher than all epochs before,
+    and each change checks in its own transaction that no higher epoch was taken. A store with an older epoch
+    changes nothing more: its changes, and `open_batches`, raise a FencedError.
 
     Args:
         where: The database; a folder: SQLite in it.
-        clock: Seconds since the epoch of the clock.
+        clock: Seconds since the Unix epoch.
 
     Attributes:
         epoch: The number of this ownership.
 
     Raises:
-        HeldError: Another process has it open.
-        StoreError: It belongs to another version, or is new beside contents of an earlier one.
-        DatabaseError: It fails.
+        HeldError: Another process has the database open.
+        StoreError: The database belongs to another version, or is new beside existing contents.
+        DatabaseError: The database fails.
     """
 
     def __init__(self, where: Path | Database, clock: Callable[[], float] = time.time) -> None:
@@ -128,7 +128,7 @@ class Store:
             max_files: Most uploaded files of the tenant; None: no limit.
 
         Raises:
-            TooManyError: The tenant would have more.
+            TooManyError: The tenant would exceed a limit.
         """
         own = sa.select(sa.func.count().label("files"), sa.func.sum(FILES.c.bytes).label("used")).where(
             FILES.c.tenant == file.tenant, FILES.c.purpose == "batch"
@@ -148,22 +148,22 @@ class Store:
             _note(db, [id])
 
     def noted_contents(self) -> list[str]:
-        """Return the ids of the contents that may be there without a file."""
+        """Return the ids of the contents that may exist without a file."""
         return [row["id"] for row in self._database.rows(sa.select(WITHOUT_FILE))]
 
     def forget_contents(self, ids: Sequence[str]) -> None:
-        """Forget noted contents, which are deleted."""
+        """Forget noted contents that are deleted."""
         with self._transaction() as db:
             for some in _slices(ids):
                 db.execute(sa.delete(WITHOUT_FILE).where(WITHOUT_FILE.c.id.in_(some)))
 
     def contents(self) -> set[str]:
-        """Return the ids of all contents that may be there: of files, and of the results of open batches."""
+        """Return the ids of all contents that may exist: of files, and of the results of open batches."""
         files = {row["id"] for row in self._database.rows(sa.select(FILES.c.id))}
         return files | {id for batch in self.open_batches() for id in (batch.output_file, batch.error_file)}
 
     def file(self, tenant: str, id: str) -> File:
-        """Return a file; raise a NotFoundError if the tenant has none of this id."""
+        """Return a file; raise a NotFoundError if the tenant has no file of this id."""
         rows = self._database.rows(sa.select(FILES).where(FILES.c.id == id, FILES.c.tenant == tenant))
         if not rows:
             raise NotFoundError(id)
@@ -194,7 +194,7 @@ class Store:
         return self._page(FILES, File, tenant, conditions, after, limit, order)
 
     def remove_file(self, tenant: str, id: str) -> None:
-        """Forget a file, and note its content, which may be deleted afterwards, not before.
+        """Forget a file, and note its content, which may be deleted only afterwards.
 
         Raises:
             NotFoundError: The tenant has no such file.
@@ -210,20 +210,20 @@ class Store:
             _note(db, [id])
 
     def remove_expired(self, now: int) -> list[str]:
-        """Forget the files whose time is over, but for the files of open batches, and note their contents.
+        """Forget expired files, except the files of open batches, and note their contents.
 
         Returns:
-            Their ids.
+            The ids of the files.
         """
         remove = sa.delete(FILES).where(FILES.c.expires_at <= now, NOT_IN_USE)
         with self._transaction() as db:
             return _note(db, db.execute(remove.returning(FILES.c.id)).scalars().all())
 
     def remove_excess(self, most_bytes: int) -> list[str]:
-        """Forget the oldest result files of each tenant that has more bytes of them, and note their contents.
+        """Forget the oldest result files of each tenant beyond `most_bytes`, and note their contents.
 
         Returns:
-            Their ids.
+            The ids of the files.
         """
         over = sa.select(RESULTS.c.id).where(RESULTS.c.together > most_bytes)
         remove = sa.delete(FILES).where(FILES.c.id.in_(over), NOT_IN_USE).returning(FILES.c.id)
@@ -231,16 +231,16 @@ class Store:
             return _note(db, db.execute(remove).scalars().all())
 
     def add_batch(self, batch: Batch, max_open: int, max_batches: int | None = None) -> list[str]:
-        """Add a batch. The weight that it states holds for the tenant's open batches from now on.
+        """Add a batch. A weight in the batch holds for the tenant's open batches from now on.
 
         Args:
             batch: The batch.
             max_open: Most batches of the tenant that haven't ended.
-            max_batches: Most batches of the tenant: the oldest that ended are forgotten beyond it, with their
-                results; None: no limit.
+            max_batches: Most batches of the tenant: beyond it, the oldest ended batches are forgotten with
+                their results; None: no limit.
 
         Returns:
-            Ids of the results that are forgotten; their contents are noted, and may be deleted now.
+            Ids of the forgotten results; their contents are noted, and may be deleted now.
 
         Raises:
             NotFoundError: The tenant has no such input file.
@@ -264,7 +264,7 @@ class Store:
             return _remove_oldest(db, tenant, excess) if excess > 0 else []
 
     def remove_expired_batches(self, now: int, retention_s: int) -> None:
-        """Forget batches that ended, and whose window did, `retention_s` ago; none before its results."""
+        """Forget batches whose end and window are `retention_s` ago, but no batch before its results."""
         ended = sa.func.coalesce(*(BATCHES.c[f"{state}_at"] for state in sorted(ENDED)))
         over = sa.and_(
             BATCHES.c.expires_at <= now - retention_s,
@@ -275,7 +275,7 @@ class Store:
             db.execute(sa.delete(BATCHES).where(over))
 
     def batch(self, id: str, tenant: str | None = None) -> Batch:
-        """Return a batch; raise a NotFoundError if there is none of this id, or another tenant's."""
+        """Return a batch; raise a NotFoundError if it doesn't exist, or belongs to another tenant."""
         rows = self._database.rows(BATCH, {"b_id": id})
         if not rows or tenant not in (None, rows[0]["tenant"]):
             raise NotFoundError(id)
@@ -298,13 +298,13 @@ class Store:
         """Return the batches that haven't ended, the earliest first.
 
         Raises:
-            FencedError: Another process has taken them over.
+            FencedError: Another process has taken over the batches.
         """
         self.check_owner()
         return [_item(Batch, row) for row in self._database.rows(OPEN_BATCHES)]
 
     def latest_batches(self, since: int) -> list[Batch]:
-        """Return the latest batches of all tenants, those that have ended too.
+        """Return the latest batches of all tenants, including ended batches.
 
         Args:
             since: The earliest creation, in seconds since the epoch.
@@ -314,14 +314,14 @@ class Store:
         return [_item(Batch, row) for row in self._database.rows(query)]
 
     def capacity(self) -> dict[str, list[Hour]]:
-        """Return what is known of the work that the engines do, by model."""
+        """Return the measured capacity of the engines, by model."""
         found: dict[str, list[Hour]] = {}
         for row in self._database.rows(sa.select(CAPACITY)):
             found.setdefault(row["model"], []).append(_item(Hour, row))
         return found
 
     def keep_capacity(self, model: str, hours: Sequence[Hour]) -> None:
-        """Store what is known of a model, in place of what is stored of these hours."""
+        """Store the measured capacity of a model, in place of the stored values of these hours."""
         values = [{"model": model} | _values(one) for one in hours]
         with self._transaction() as db:
             add = _insert(db, CAPACITY)
@@ -330,7 +330,7 @@ class Store:
                 db.execute(add.on_conflict_do_update(index_elements=["model", "hour"], set_=changed), values)
 
     def summary(self) -> Summary:
-        """Return what is open, and what is stored, of all tenants."""
+        """Return the totals of the open batches and of the stored files of all tenants."""
         unfinished = sa.func.sum(BATCHES.c.total - BATCHES.c.completed - BATCHES.c.failed)
         states = self._database.rows(
             sa.select(
@@ -364,7 +364,7 @@ class Store:
         work: float = 0.0,
         errors: Sequence[JSON] = (),
     ) -> Batch:
-        """Bring a batch into another state, which isn't one of the last ones; return it.
+        """Move a batch to another state that isn't final; return the batch.
 
         The output of a batch that is finalizing gets no more rows: it becomes a file of the tenant.
 
@@ -373,12 +373,12 @@ class Store:
             to: The state.
             now: Time of the change, in seconds since the epoch.
             total: Number of rows, if they were validated now.
-            model: The model of all rows then; None: they have several.
-            work: Bound of their work then.
-            errors: Errors of the batch as a whole, if there are any now.
+            model: The model of all rows, if they were validated now; None: they name several models.
+            work: Bound of the work of all rows, if they were validated now.
+            errors: New errors of the batch as a whole.
 
         Raises:
-            StateError: `TRANSITIONS` has no way there from the present state.
+            StateError: `TRANSITIONS` doesn't allow the change from the present state.
         """
         changes: dict[str, Any] = {}
         if total is not None:
@@ -392,7 +392,7 @@ class Store:
         return self.batch(id)
 
     def end(self, id: str, to: State, now: int, errors: Sequence[JSON] = ()) -> None:
-        """Bring a batch into one of the last states. Its output and error file become files of the tenant.
+        """Move a batch to a final state. Its output and error file become files of the tenant.
 
         Args:
             id: The batch.
@@ -401,7 +401,7 @@ class Store:
             errors: Errors of the batch as a whole.
 
         Raises:
-            StateError: `TRANSITIONS` has no way there from the present state.
+            StateError: `TRANSITIONS` doesn't allow the change from the present state.
         """
         with self._transaction() as db:
             batch = _change_state(db, id, to, now, {"errors": list(errors)})
@@ -411,10 +411,10 @@ class Store:
     def batch_to_write(self, id: str) -> Batch:
         """Return a batch whose results are about to be appended.
 
-        It is read as a change is made, so that a commit before whose end wasn't known has its end by now.
+        It is read in a transaction, so that an earlier commit with an unknown outcome has ended by now.
 
         Raises:
-            NotFoundError: There is none of this id.
+            NotFoundError: There is no batch of this id.
         """
         with self._database.transaction() as db:
             self._check_epoch(db.execute(EPOCH).mappings().all())
@@ -426,7 +426,7 @@ class Store:
         Args:
             batch: The batch as it was when these results were appended.
             lines: Input lines of the rows.
-            counts: What they add.
+            counts: What the rows add to the batch.
 
         Raises:
             AssertionError: The batch has changed since; nothing is committed.
@@ -459,15 +459,15 @@ class Store:
     def _take_over(self, now: int) -> int:
         """Become the owner, and return the epoch.
 
-        Epochs begin at the time: a database that was restored from a backup repeats none of the epochs that
-        it has forgotten, of which there may be contents.
+        Epochs start from the current time: a database that was restored from a backup doesn't repeat the
+        epochs that it has forgotten, since contents of these epochs may exist.
         """
         with self._database.transaction() as db:
             return int(db.execute(TAKE_OVER, {"now": now}).scalar_one())
 
     @contextmanager
     def _transaction(self) -> Iterator[Connection]:
-        """Return a context of a change: another store that opens the database waits for its end."""
+        """Return the context of a change; another store that opens the database waits for its end."""
         with self._database.transaction() as db:
             self._check_epoch(db.execute(EPOCH_KEPT).mappings().all())
             yield db
@@ -477,7 +477,7 @@ class Store:
         if row["epoch"] != self.epoch:
             raise FencedError(
                 f"{self._database.place}: another process has taken over these batches (its epoch is "
-                f"{row['epoch']}, the one of this process {self.epoch}); this process writes nothing more"
+                f"{row['epoch']}, the epoch of this process {self.epoch}); this process writes nothing more"
             )
 
     def _page(
@@ -499,7 +499,7 @@ class Store:
             at = found[0]["number"]
             conditions = [*conditions, number > at if order == "asc" else number < at]
         query = sa.select(table).where(table.c.tenant == tenant, *conditions)
-        # One row more says whether others follow.
+        # One extra row shows whether more rows follow.
         query = query.order_by(number.asc() if order == "asc" else number.desc()).limit(limit + 1)
         rows = self._database.rows(query)
         return Page([_item(kind, row) for row in rows[:limit]], len(rows) > limit)
@@ -514,7 +514,7 @@ def _batch(db: Connection, id: str) -> Batch:
 
 
 def _change_state(db: Connection, id: str, to: State, now: int, changes: dict[str, Any]) -> Batch:
-    """Bring a batch into another state; return it as it was."""
+    """Move a batch to another state; return the batch as it was before."""
     batch = _batch(db, id)
     if to not in TRANSITIONS[batch.state]:
         raise StateError(f"a batch that is {batch.state} can't become {to}")
@@ -560,7 +560,7 @@ def _note(db: Connection, ids: Sequence[str]) -> list[str]:
 
 
 def _insert(db: Connection, table: sa.Table) -> Any:
-    """Return an insertion that may say what to do about a row that is there."""
+    """Return an insertion that may define what to do about an existing row."""
     return (postgresql if db.dialect.name == "postgresql" else sqlite).insert(table)
 
 

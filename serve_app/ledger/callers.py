@@ -1,4 +1,4 @@
-"""Rows of calls that were lost with their Engine, from the side of their callers."""
+"""Rows of calls that were lost with their Engine, written by their callers."""
 
 import asyncio
 
@@ -9,11 +9,11 @@ from serve_app.relay.usage import RequestUsage
 from serve_app.settings.usage import UsageSettings
 
 PREFIX = "caller-"
-"""Beginning of the names under which callers write."""
+"""Beginning of the names of callers in the ledger."""
 
 
 class LostCalls:
-    """Writes a row for each call that died with its Engine's process, which can't write it.
+    """Writes a row for each call that died with its Engine's process, which can't write the row.
 
     Args:
         settings: The config's `args.usage`.
@@ -23,7 +23,7 @@ class LostCalls:
     def __init__(self, settings: UsageSettings, replica: str) -> None:
         self._book = new_book("", PREFIX + replica)
         self._writer = (
-            # The rows of an Engine's process that has died settle its quotas, which is for another Engine.
+            # Only another Engine finishes the rows of a dead Engine's process, since they settle its quotas.
             Writer(settings, self._book, adopts=lambda name: name.startswith(PREFIX)).start()
             if settings.ledger
             else None

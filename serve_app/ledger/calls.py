@@ -1,6 +1,6 @@
-"""The calls of an Engine replica, while they run and in sums since its start.
+"""The calls of an Engine replica: the running calls, and sums since its start.
 
-The end of a call is one event with one count: it settles the reservation, and the row is written from it.
+The end of a call is one event with one count, which settles the reservation and fills the row.
 """
 
 import time
@@ -14,10 +14,10 @@ from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import Outcome, RequestUsage, worst
 
 MAX_ENDED = 50_000
-"""Ended calls that wait for the writer; the rows of more are dropped."""
+"""Most ended calls that wait for the writer; the rows of further calls are dropped."""
 
 MAX_TENANTS = 1_000
-"""Tenants with sums of their own; those that come later share one."""
+"""Most tenants with their own sums; later tenants share one."""
 
 OTHER = "other"
 
@@ -31,10 +31,10 @@ class Origin(NamedTuple):
         priority: Priority of its tier.
         endpoint: The route, or the method of the handle.
         source: Origin.
-        headers: Headers, of which one has the request's id.
-        resumed: It goes on with a stream that broke elsewhere.
-        adapter: Id of the adapter; empty: none.
-        model: Id of the model; empty: that of the book.
+        headers: Headers, with the request's id.
+        resumed: It continues a stream that broke in another Engine.
+        adapter: Id of the adapter; empty: no adapter.
+        model: Id of the model; empty: the model of the book.
     """
 
     key: str = ""
@@ -49,7 +49,7 @@ class Origin(NamedTuple):
 
     @property
     def request_id(self) -> str:
-        """Id of the request; empty: it has none."""
+        """Id of the request; empty: it has no id."""
         for name, value in self.headers:
             if name == b"x-request-id":
                 return value[:128].decode("latin-1")
@@ -63,7 +63,7 @@ def origin_of(request: RelayRequest) -> Origin:
         request.key,
         scheduling.tenant,
         scheduling.priority,
-        # A call of the handle names its method.
+        # A handle call has the name of its method.
         request.path.lstrip("/") if request.source == "handle" else request.path,
         request.source,
         request.headers,
@@ -78,7 +78,7 @@ class Sums(NamedTuple):
     Attributes:
         calls: Calls that have ended.
         prompt: Tokens of prompts, as in `Tokens`.
-        cached: Those found in the prefix cache.
+        cached: Prompt tokens found in the prefix cache.
         output: Tokens that were sampled.
         cost: Cost of the records of a function.
     """
@@ -90,7 +90,7 @@ class Sums(NamedTuple):
     cost: int = 0
 
     def plus(self, other: "Sums") -> "Sums":
-        """Return the sums with others."""
+        """Return the sums of both."""
         return Sums(*(a + b for a, b in zip(self, other, strict=True)))
 
 
@@ -98,7 +98,7 @@ class Settleable(Protocol):
     """The reservation of a call in its quotas."""
 
     def settle(self, tokens: int, *, request: bool) -> None:
-        """Charge what the call has used, and give back the rest.
+        """Charge the use of the call, and give back the rest.
 
         Args:
             tokens: Tokens of prompts and answers.
@@ -106,7 +106,7 @@ class Settleable(Protocol):
         """
 
     def written(self) -> None:
-        """Note that the call's row is written: from then on a crash of this process changes nothing of it."""
+        """Note that the call's row is written: a later crash of this process doesn't change the charge."""
 
 
 class Call:
@@ -115,12 +115,12 @@ class Call:
     Attributes:
         origin: Origin.
         usage: Its usage, which the row reads.
-        reservation: Its reservation; None: it has no quota.
-        admitted: Whether it counts as a request, also if it runs nothing.
+        reservation: Its reservation; None: the call has no quota.
+        admitted: Whether it counts as a request even if it runs nothing.
         over_quota: Whether its quotas have nothing left for it now.
         number: Number in the book.
-        outcome: The worst one of its slots and of its answer.
-        time: When it ended, in seconds since the epoch; 0: it has not.
+        outcome: The worst outcome of its slots and its answer.
+        time: Time of its end, in seconds since the epoch; 0: it hasn't ended.
     """
 
     __slots__ = (
@@ -152,16 +152,16 @@ class Call:
         self.close()
 
     def close(self, outcome: Outcome = "ok") -> None:
-        """End the call; it ends with the last of its slots. Again does nothing.
+        """Close the call; it ends with its last slot. A second call does nothing.
 
         Args:
-            outcome: The end of its answer; a worse one of a slot counts.
+            outcome: The outcome of its answer; a worse outcome of a slot counts.
         """
         self.outcome = worst(self.outcome, outcome)
         self.usage.close(lambda: self._book.finish(self))
 
     def row(self) -> LedgerRow:
-        """Return the call, which has ended, as a row. It is called in any thread."""
+        """Return the ended call as a row. Any thread may call this method."""
         book, origin, usage = self._book, self.origin, self.usage
         tokens = usage.counted
         return LedgerRow(
@@ -199,7 +199,7 @@ class CallBook:
         clock: Seconds since the epoch.
 
     Attributes:
-        dropped: Rows that were dropped: the writer didn't keep up.
+        dropped: Rows that were dropped because the writer didn't keep up.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class CallBook:
         self._sums: dict[str, Sums] = {}
 
     def open(self, origin: Origin, usage: RequestUsage) -> Call:
-        """Return a new call, which has to be closed. It has a row once the engine runs a part of it.
+        """Return a new call, which must be closed. It has a row once the engine runs a part of the call.
 
         Args:
             origin: Origin.
@@ -227,7 +227,7 @@ class CallBook:
         return call
 
     def finish(self, call: Call) -> None:
-        """Settle a call that has ended, and keep it for its row; a call that never ran leaves no row."""
+        """Settle a call that has ended, and keep it for its row; a call that never ran has no row."""
         usage, reservation = call.usage, call.reservation
         call.outcome = worst(call.outcome, usage.outcome)
         call.time = self._clock()
@@ -256,14 +256,14 @@ class CallBook:
             self._ended = deque()
 
     def take(self) -> list[Call]:
-        """Return the calls that have ended since the last time."""
+        """Return the calls that have ended since the last call of `take`."""
         ended: list[Call] = []
         while self._ended:
             ended.append(self._ended.popleft())
         return ended
 
     def by_tenant(self) -> dict[str, Sums]:
-        """Return the sums of the calls since the start, by tenant; those of running calls too."""
+        """Return the sums of the calls since the start, by tenant, including running calls."""
         sums = dict(self._sums)
         for call in list(self._running.values()):
             if not call.usage.ran:

@@ -1,4 +1,4 @@
-"""The file system as the ledger uses it: each method is one step, which a crash may leave undone."""
+"""The ledger's interface to the file system: each method is one step, which a crash may leave undone."""
 
 import fnmatch
 import os
@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Protocol
 
 DRAFT = ".draft"
-"""Ending of a file that is being written; a crash may leave one behind."""
+"""Ending of a file that is being written; a crash may leave such a file."""
 
 
 class Disk(Protocol):
-    """The steps; each raises an OSError where it fails."""
+    """The steps; each raises an OSError if it fails."""
 
     def append(self, path: Path, data: bytes) -> None:
-        """Write at the end of a file, which is made if missing. A failure may leave a part of the data."""
+        """Write at the end of a file, which is created if missing. A failure may leave a part of the data."""
 
     def replace(self, path: Path, data: bytes) -> None:
-        """Write a file as a whole, or leave it as it was."""
+        """Write a file atomically."""
 
     def cut(self, path: Path, size: int) -> None:
         """Cut a file off; a missing file stays missing."""
@@ -27,7 +27,7 @@ class Disk(Protocol):
         """Return the content of a file."""
 
     def size(self, path: Path) -> int:
-        """Return the bytes of a file; 0: there is none."""
+        """Return the bytes of a file; 0: there is no file."""
 
     def remove(self, path: Path) -> None:
         """Remove a file, if it is there."""
@@ -36,21 +36,21 @@ class Disk(Protocol):
         """Return the files below a folder that match a pattern, in order."""
 
     def touch(self, path: Path) -> float:
-        """Set the time of a file, which is made if missing, to now; return it, in seconds."""
+        """Set the time of a file, which is created if missing, to now; return the time, in seconds."""
 
     def modified(self, path: Path) -> float:
-        """Return the time of a file, on the clock of `touch`; infinity: there is none."""
+        """Return the time of a file, on the clock of `touch`; infinity: there is no file."""
 
 
 class LocalDisk:
-    """A directory of this machine, or one that several machines mount.
+    """A directory of this machine, or a directory that several machines mount.
 
-    Nothing waits for the device: a crash of a process loses nothing that was written, a loss of power may
-    lose the last seconds.
+    Writes don't wait for the device: a crash of a process loses no written data, but a loss of power may lose
+    the last seconds.
     """
 
     def __init__(self) -> None:
-        # All replicas write the prices when they start: each has drafts of its own.
+        # All replicas write the prices when they start, so each has its own drafts.
         self._ending = f".{secrets.token_hex(4)}{DRAFT}"
 
     def append(self, path: Path, data: bytes) -> None:
@@ -88,7 +88,7 @@ class LocalDisk:
         path.unlink(missing_ok=True)
 
     def files(self, folder: Path, pattern: str) -> list[Path]:
-        # `Path.glob` takes a folder that may not be read for an empty one.
+        # `Path.glob` returns nothing for a folder without permission to read; this raises the error.
         found = [folder]
         for part in pattern.split("/"):
             found = [one / name for one in found for name in fnmatch.filter(_names(one), part)]
@@ -107,7 +107,7 @@ class LocalDisk:
 
 
 def _names(folder: Path) -> list[str]:
-    """Return the names in a folder; none if it isn't there."""
+    """Return the names in a folder; empty if it doesn't exist."""
     try:
         return os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):

@@ -10,13 +10,13 @@ KINDS = ("prompt", "cached", "output")
 
 
 class UsageMetrics:
-    """Records what tenants have used since the last call.
+    """Records the usage of tenants since the last call.
 
     Args:
         book: The replica's calls.
-        ledger: Its ledger; None: it has none.
+        ledger: Its ledger; None: it has no ledger.
         meters: Instruments of `catalogue.USAGE`.
-        tenants: Most tenants with series of their own.
+        tenants: Most tenants with their own series.
     """
 
     def __init__(self, book: CallBook, ledger: Ledger | None, meters: Meters, tenants: int) -> None:

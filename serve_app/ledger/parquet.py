@@ -31,7 +31,7 @@ def to_parquet(lines: bytes) -> bytes:
     """Return a segment as Parquet.
 
     Args:
-        lines: Its rows as JSON lines; a part of a last line is left out.
+        lines: Its rows as JSON lines; an incomplete last line is left out.
 
     Raises:
         ValueError: A line is no row.
@@ -42,7 +42,7 @@ def to_parquet(lines: bytes) -> bytes:
 
     whole = lines[: lines.rfind(b"\n") + 1]
     if whole:
-        # Without a second thread: there are requests to be served.
+        # Without more threads, since the process serves requests.
         table = pyarrow.json.read_json(
             io.BytesIO(whole),
             pyarrow.json.ReadOptions(use_threads=False),

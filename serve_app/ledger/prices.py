@@ -1,4 +1,4 @@
-"""Prices of models, and the cost of what the ledger has, in exact decimals."""
+"""Prices of models, and the cost of calls in the ledger, in exact decimals."""
 
 import json
 from collections.abc import Mapping
@@ -15,10 +15,10 @@ FILE = "prices.json"
 MILLION = 1_000_000
 
 FREE: frozenset[Outcome] = frozenset({"lost", "failed"})
-"""Outcomes that cost nothing: the service failed; if there was an answer, another call has done the work."""
+"""Outcomes that cost nothing: the service failed; if there was an answer, another call produced it."""
 
 OWN: frozenset[Source] = frozenset({"warm_up"})
-"""Sources of work that nobody has asked for."""
+"""Sources of calls that no client has sent."""
 
 NOTHING = Decimal(0)
 
@@ -49,14 +49,14 @@ class Prices(NamedTuple):
         """Return the cost of calls of one kind, in `currency`.
 
         Args:
-            model: Their model; one without a price costs nothing.
+            model: Their model; a model without a price costs nothing.
             source: Their origin.
-            outcome: How they ended.
-            prompt_tokens: As in a `Row`, and the three below.
-            cached_tokens: As in a `Row`.
-            output_tokens: As in a `Row`.
-            cost: As in a `Row`.
-            adapter: Their adapter, whose own price goes before that of the model.
+            outcome: Their outcome.
+            prompt_tokens: As in a `LedgerRow`.
+            cached_tokens: As in a `LedgerRow`.
+            output_tokens: As in a `LedgerRow`.
+            cost: As in a `LedgerRow`.
+            adapter: Their adapter, whose own price overrides the model's price.
         """
         price = self.models.get(adapter) or self.models.get(model)
         if price is None or outcome in FREE or source in OWN:
@@ -71,12 +71,12 @@ class Prices(NamedTuple):
 
 
 def _exact(price: float) -> Decimal:
-    """Return a price as the config has it: 0.15 is no binary number."""
+    """Return a price exactly as in the config: 0.15 has no exact binary form."""
     return Decimal(str(price))
 
 
 def prices_of(settings: UsageSettings) -> Prices | None:
-    """Return the prices of a config; None: it has none."""
+    """Return the prices of a config; None: it has no prices."""
     return Prices(settings.prices, settings.currency) if settings.prices else None
 
 
@@ -87,10 +87,10 @@ def pack(settings: UsageSettings) -> bytes:
 
 
 def unpack(data: bytes) -> Prices | None:
-    """Read the prices that `pack` wrote; None: there are none.
+    """Read the prices that `pack` wrote; None: there are no prices.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The data isn't from `pack`.
     """
     found = UsageSettings.model_validate(json.loads(data))
     return prices_of(found)

@@ -1,4 +1,4 @@
-"""A ledger at a URL: `s3://`, `gs://`, or any other that fsspec knows."""
+"""A ledger at a URL: `s3://`, `gs://`, or any other scheme of fsspec."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ class Remote:
 
     Raises:
         ImportError: A package is missing; the message names it.
-        ValueError: No package knows the scheme.
+        ValueError: No package supports the scheme.
     """
 
     def __init__(self, url: str) -> None:
@@ -31,10 +31,10 @@ class Remote:
         self.root = Path(root)
 
     def uploader(self, spool: Path) -> Callable[[Path], None]:
-        """Return what uploads a file of a spool to its place here."""
+        """Return a function that uploads a file of a spool to its place here."""
 
         def upload(path: Path) -> None:
-            # An object is there as a whole or not at all.
+            # The upload of an object is atomic.
             target = self.root / path.relative_to(spool)
             self._into(target, lambda: self._fs.put_file(str(path), str(target)))
 
@@ -51,7 +51,7 @@ class Remote:
         self._into(target, lambda: self._fs.pipe_file(str(target), data))
 
     def _into(self, target: Path, write: Callable[[], None]) -> None:
-        """Write a file, into a new folder where there are folders."""
+        """Write a file, into a new folder if the file system has folders."""
         try:
             write()
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Questions to the files of a ledger, as SQL that DuckDB answers: sums, and the lengths of calls."""
+"""Queries of the files of a ledger, in SQL for DuckDB: sums, and the lengths of calls."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,17 +23,17 @@ PRICED = ("model", "adapter", "source", "outcome")
 """Columns on which the price depends."""
 
 MOST_LENGTHS = 10_000
-"""Calls of a model whose lengths are taken, each as likely as any other."""
+"""Most calls of a model in a sample of lengths, each call equally likely."""
 
 NEEDS = "needs DuckDB: install the extra `usage` (pip install 'saturate[usage]')"
 
 MEMORY = "400MB"
 
 THREADS = 2
-"""Threads of a question: it is asked beside a service."""
+"""Threads of a query, which runs beside a service."""
 
 TRIES = 5
-"""Tries of a question: a segment that becomes Parquet meanwhile is found at the next try."""
+"""Tries of a query: a segment that becomes Parquet meanwhile is found at the next try."""
 
 KINDS = {
     "time": "TIMESTAMPTZ",
@@ -41,12 +41,12 @@ KINDS = {
     **dict.fromkeys(("prompt_tokens", "cached_tokens", "output_tokens", "cost"), "BIGINT"),
     **dict.fromkeys(("wait_s", "engine_s"), "DOUBLE"),
 }
-"""Types of columns; of the others it is VARCHAR."""
+"""Types of columns; all other columns are VARCHAR."""
 
 COLUMNS = {name: KINDS.get(name, "VARCHAR") for name in LedgerRow.__struct_fields__}
 
 LIVE = "source IN ('http', 'handle') AND outcome = 'ok' AND endpoint NOT IN ('/generate', 'generate')"
-"""Calls of live traffic with one prompt: of a list of prompts the ledger has the sums."""
+"""Calls of live traffic with one prompt: for a list of prompts the ledger has only sums."""
 
 
 class LedgerError(Exception):
@@ -58,7 +58,7 @@ class Total(NamedTuple):
 
     Attributes:
         calls: Number of rows.
-        prompt_tokens: As in a `LedgerRow`, and those below.
+        prompt_tokens: As in a `LedgerRow`.
         cached_tokens: As in a `LedgerRow`.
         output_tokens: As in a `LedgerRow`.
         cost: As in a `LedgerRow`.
@@ -77,7 +77,7 @@ class Total(NamedTuple):
     price: Decimal | None = None
 
     def plus(self, other: "Total") -> "Total":
-        """Return the sums with others."""
+        """Return the sums of both."""
         price = self.price
         if other.price is not None:
             price = other.price if price is None else price + other.price
@@ -97,7 +97,7 @@ class ReportLine(NamedTuple):
     """Sums of the rows that have the same values.
 
     Attributes:
-        values: Values of the columns that were asked for.
+        values: Values of the requested columns.
         total: The sums.
     """
 
@@ -106,16 +106,16 @@ class ReportLine(NamedTuple):
 
 
 class LedgerFiles:
-    """The files of a ledger, to be asked.
+    """The files of a ledger, for queries.
 
     Args:
         place: A folder or a URL.
 
     Attributes:
-        wrong: Lines that could not be read, as of the last question.
+        wrong: Lines that the last query could not read.
 
     Raises:
-        LedgerError: There is no such folder, the URL is wrong, or a package is missing.
+        LedgerError: There is no such folder, the URL is invalid, or a package is missing.
     """
 
     def __init__(self, place: str) -> None:
@@ -137,14 +137,14 @@ class LedgerFiles:
             raise LedgerError(f"{place}: {error}") from None
         protocol = self._files.protocol
         scheme = protocol if isinstance(protocol, str) else protocol[0]
-        # DuckDB's own file system is faster where it will do.
+        # DuckDB's own file system is faster for local files.
         self._scheme = "" if scheme in ("file", "local") else scheme
         if "://" not in place and not below_home(place).is_dir():
             raise LedgerError(f"{place}: there is no such folder")
 
     @cached_property
     def prices(self) -> Prices | None:
-        """The prices that the service has left beside its rows; None: there are none."""
+        """The prices that the service has written beside its rows; None: there are no prices."""
         with suppress(FileNotFoundError, ValueError):
             return unpack(self._files.cat_file(f"{self._root}/{FILE}"))
         return None
@@ -157,13 +157,13 @@ class LedgerFiles:
         until: datetime | None = None,
         prices: Prices | None = None,
     ) -> list[ReportLine]:
-        """Return sums over rows, those with the most tokens first; by days, in their order.
+        """Return sums over rows, in descending order of tokens, or in order of days.
 
         Args:
             by: Columns, of `BY`.
-            since: Only calls that ended from then on; None: all.
-            until: Only calls that ended before; None: all.
-            prices: The prices, if there are any.
+            since: Only calls that ended at this time or later; None: all.
+            until: Only calls that ended before this time; None: all.
+            prices: The prices; None: no prices.
 
         Raises:
             LedgerError: A file is not the ledger's.
@@ -191,12 +191,12 @@ class LedgerFiles:
         return sorted(lines, key=lambda line: (-_size(line.total), line.values))
 
     def lengths(self, since: datetime | None = None) -> dict[str, list[Tokens]]:
-        """Return the tokens of calls by model: of live traffic that got an answer, a sample of each model.
+        """Return the tokens of calls by model: a sample of each model's answered live traffic.
 
-        A model is what clients name: an adapter counts as one.
+        An adapter counts as a model, since clients name it.
 
         Args:
-            since: Only calls that ended from then on; None: all.
+            since: Only calls that ended at this time or later; None: all.
 
         Raises:
             LedgerError: A file is not the ledger's.
@@ -204,7 +204,7 @@ class LedgerFiles:
         """
         found = self._ask(
             "SELECT if(adapter = '', model, adapter) AS name, prompt_tokens, cached_tokens, output_tokens "
-            # A function has no tokens, and an embedding no answer.
+            # A function has no tokens, and an embedding has no output.
             f"FROM calls WHERE {LIVE} AND prompt_tokens > 0 AND output_tokens > 0 "
             f"QUALIFY row_number() OVER (PARTITION BY name ORDER BY hash(call)) <= {MOST_LENGTHS}",
             since,
@@ -216,7 +216,7 @@ class LedgerFiles:
         return models
 
     def _ask(self, question: str, since: datetime | None, until: datetime | None) -> list[tuple[Any, ...]]:
-        """Return the rows of a question about `calls`, the calls of some time."""
+        """Return the rows of a query of `calls`, the calls between two times."""
         error: Exception | None = None
         for _ in range(TRIES):
             segments = self._segments(since, until)
@@ -228,7 +228,7 @@ class LedgerFiles:
                     found: list[tuple[Any, ...]] = db.execute(question).fetchall()
                     self.wrong = self._wrong(db, segments)
                 except (self._duckdb.IOException, FileNotFoundError) as failure:
-                    # A segment has become Parquet, or is too old.
+                    # A segment has become Parquet, or was removed as too old.
                     error = failure
                 except self._duckdb.Error as failure:
                     raise LedgerError(f"{self._place}: a file is not the ledger's: {failure}") from None
@@ -237,8 +237,8 @@ class LedgerFiles:
         raise LedgerError(f"{self._place}: {error}") from None
 
     def _segments(self, since: datetime | None, until: datetime | None) -> list[PurePosixPath]:
-        """Return the files with rows of some time: their folders are days."""
-        # A listing that is remembered would hide what others write.
+        """Return the files with rows between two times, by the days of their folders."""
+        # A cached listing would hide files from other processes.
         self._files.invalidate_cache()
         first = None if since is None else f"day={since.date()}"
         last = None if until is None else f"day={until.date()}"
@@ -248,13 +248,13 @@ class LedgerFiles:
                 found += map(PurePosixPath, self._files.ls(str(folder), detail=False))
         packed = {path for path in found if path.suffix == ".parquet"}
         lines = [path for path in found if path.suffix == ".jsonl"]
-        # A crash may have left the lines of a segment that is Parquet already.
+        # A crash may have left the JSON lines of a segment that is Parquet already.
         return sorted(packed) + sorted(path for path in lines if path.with_suffix(".parquet") not in packed)
 
     def _define(
         self, db: Any, segments: list[PurePosixPath], since: datetime | None, until: datetime | None
     ) -> None:
-        """Define `calls`: the rows of some time, and the lines of files that are no rows."""
+        """Define `calls`, the rows between two times, and `lines`, all lines of the files."""
         parts = []
         for suffix, reader, options in (
             (".parquet", "read_parquet", ", union_by_name = true"),
@@ -280,7 +280,7 @@ class LedgerFiles:
         db.execute(f"CREATE VIEW calls AS SELECT * FROM lines WHERE {' AND '.join(bounds) or 'true'}")
 
     def _wrong(self, db: Any, segments: list[PurePosixPath]) -> int:
-        """Return the lines that are no rows, but for the last one of a segment that grows."""
+        """Return the number of lines that are no rows, except for the last line of a growing segment."""
         lines = [path for path in segments if path.suffix == ".jsonl"]
         if not lines:
             return 0

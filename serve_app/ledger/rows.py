@@ -1,4 +1,4 @@
-"""Rows of the ledger: one for each call, never with content."""
+"""Rows of the ledger: a row for each call, without content."""
 
 from datetime import UTC, datetime
 from typing import Literal
@@ -8,34 +8,33 @@ import msgspec
 from serve_app.relay.usage import Outcome
 
 Source = Literal["http", "handle", "batch", "warm_up"]
-"""Origin of a call. `warm_up` is the replica's own: the warm-up of its engine, and trials of it."""
+"""Origin of a call. `warm_up`: the replica's own calls to warm up and test its engine."""
 
 
 class LedgerRow(msgspec.Struct, kw_only=True, frozen=True):
     """One call that an Engine ran, or that was lost with its Engine.
 
-    The row of a lost call comes from the side of its caller, and has no tokens: their count died with the
-    Engine.
+    The caller of a lost call writes its row, without tokens: their count was lost with the Engine.
 
     Attributes:
         call: Id of the call in the ledger, unique.
-        time: When it ended. UTC.
-        key: Name of the API key; empty: there was none.
+        time: Time of its end, in UTC.
+        key: Name of the API key; empty: no key.
         tenant: The tenant.
         model: Id of the model.
-        adapter: Id of the adapter; empty: none.
+        adapter: Id of the adapter; empty: no adapter.
         tier: Service tier: `priority`, `default`, `flex`.
         endpoint: The route, or the method of the handle.
         source: Origin of the call.
         prompt_tokens: Tokens of prompts that the engine took.
-        cached_tokens: Those of them that it found in its prefix cache.
+        cached_tokens: Prompt tokens that it found in its prefix cache.
         output_tokens: Tokens that it sampled.
         cost: Cost of the records of a function; 0 for a language model.
-        wait_s: Seconds in the batcher's queue; of several prompts, the longest wait.
-        engine_s: Seconds from the first start of a prompt in the engine to the last end.
+        wait_s: Seconds in the batcher's queue; for several prompts, the longest wait.
+        engine_s: Seconds from the first start of a prompt in the engine to the last end of a prompt.
         outcome: How it ended.
-        resumed: It went on with a stream that broke in another Engine.
-        request_id: Id of the request, which all rows of a request share; empty: it has none.
+        resumed: It continued a stream that broke in another Engine.
+        request_id: Id of the request, which all rows of a request share; empty: no id.
         replica: The Engine replica.
     """
 
@@ -89,10 +88,10 @@ def encode(row: LedgerRow) -> bytes:
 def decode(data: bytes) -> tuple[list[LedgerRow], int]:
     """Read the lines that `encode` wrote.
 
-    A crash may leave a part of the last line, and only of that one.
+    A crash may leave a part of the last line, which is skipped.
 
     Returns:
-        The rows, and the number of whole lines that are none.
+        The rows, and the number of whole lines that are no rows.
     """
     rows, wrong = [], 0
     for line in data[: data.rfind(b"\n") + 1].splitlines():

@@ -1,16 +1,16 @@
-"""The files of the ledger: rows are appended, closed segments become Parquet, are uploaded, or are removed.
+"""The files of the ledger: rows are appended; closed segments become Parquet, are uploaded or are removed.
 
-    day=2026-11-23/NAME.000004711.jsonl    rows of the calls that ended on a day: a segment, which may grow
-    day=2026-11-23/NAME.000000000.parquet  the same of a closed segment, in format parquet
+    day=2026-11-23/NAME.000004711.jsonl    a segment: rows of the calls that ended on a day; it may grow
+    day=2026-11-23/NAME.000000000.parquet  the rows of a closed segment, in format parquet
     prices.json                            a copy of the config's prices
 
-NAME is unique for each process that has written; the number is that of the segment's first row, over all
-segments of the process. Four times a second the rows of the calls that have ended are appended. A process
-that is killed loses the rows of its last moment: a quarter of a second, or as long as one round takes.
+NAME is unique for each process that writes; the number counts the process's rows before the segment. Four
+times a second the rows of the calls that have ended are appended. A process that is killed loses the rows of
+its last quarter of a second, or of its last round if a round takes longer.
 
-A process touches its newest segment every few seconds. Segments that nobody has touched for a minute are
-those of a process that has died: any other process brings them into their last form. All of that can be done
-twice, by two processes too: what it makes replaces what is there, and is the same.
+A process touches its newest segment every few seconds. Segments without a touch for a minute belong to a
+process that has died: any other process brings them into their last form. Each of these steps may run twice,
+also in two processes: the result is the same, and replaces the earlier result.
 """
 
 import hashlib
@@ -37,10 +37,10 @@ INTERVAL_S = 0.25
 """Seconds between two rounds."""
 
 CLOSING_S = 10.0
-"""Seconds between two looks at closed segments."""
+"""Seconds between two checks for closed segments."""
 
 ADOPT_EVERY = 3
-"""Looks after which the segments of processes that have died are finished too."""
+"""Number of checks after which the segments of processes that have died are finished too."""
 
 TOUCH_S = 5.0
 """Seconds between two touches of the newest segment."""
@@ -49,36 +49,36 @@ ORPHANED_S = 60.0
 """Seconds without a touch after which a process counts as dead."""
 
 SEGMENT_BYTES = 64 << 20
-"""Size from which on a segment is closed."""
+"""Size at which a segment is closed."""
 
 MAX_PENDING = 50_000
-"""Rows that wait while they can't be written; more are dropped."""
+"""Most rows that wait while they can't be written; further rows are dropped."""
 
 WARN_S = 60.0
 """Seconds between two warnings of the same kind."""
 
 LAST_S = 2.0
-"""Seconds that the last rows of a process have, at least. A network disk that is away hangs for good."""
+"""Least seconds for writing the last rows of a process. A network disk that is away hangs forever."""
 
 DAY_S = 86_400.0
 
 JSONL, PARQUET = ".jsonl", ".parquet"
 
 Written = Callable[[Sequence[Call], int], None]
-"""Told of calls whose rows are written or dropped, and of the rows so far, in the thread of `round`."""
+"""Called with calls whose rows are written or dropped, and all rows so far, in the thread of `round`."""
 
 Died = Callable[[str, Callable[[int], list[LedgerRow]]], None]
-"""Told of a process that has died, by its name and its rows from a number on, before these are moved."""
+"""Called with the name of a dead process, and a reader of its rows from a number on, before they move."""
 
 
 def unique_name(replica: str) -> str:
-    """Return a name of a process that no other process has, in a replica."""
+    """Return a unique name for a process of a replica."""
     place = re.sub(r"[^A-Za-z0-9_-]+", "-", replica).strip("-") or "engine"
     return f"{place}-{secrets.token_hex(4)}"
 
 
 def segment_path(folder: Path, day: str, name: str, number: int) -> Path:
-    """Return the path of a segment, whose first row has the number."""
+    """Return the path of a segment whose first row has the number."""
     return folder / f"day={day}" / f"{name}.{number:09d}{JSONL}"
 
 
@@ -87,36 +87,36 @@ def _name_of(path: Path) -> str:
 
 
 def _number_of(path: Path) -> int:
-    """Return the number of a segment's first row; segments of version 0.1 have another count."""
+    """Return the number of a segment's first row; segments of version 0.1 count differently."""
     number = path.name.split(".")[1]
     return int(number) if number.isdecimal() else 0
 
 
 class Ledger:
-    """The ledger of one process: the rows of its calls, and the segments that are closed.
+    """The ledger of one process: the rows of its calls, and the closed segments.
 
-    `round` belongs to one thread, `close` and what follows to another one.
+    One thread calls `round`; another thread calls `close`, `adopt` and `remove_old`.
 
     Args:
         book: The calls.
-        folder: Folder of the ledger, or the spool of a ledger that is elsewhere.
+        folder: Folder of the ledger, or the spool of a ledger at a URL.
         disk: The file system.
         compact: Returns a segment, JSON lines, as Parquet; None: closed segments stay JSON lines.
-        upload: Uploads a closed segment, which is then removed here; None: it stays.
-        segment_bytes: Size from which on a segment is closed.
+        upload: Uploads a closed segment, which is then removed here; None: segments stay.
+        segment_bytes: Size at which a segment is closed.
         segment_s: Seconds after which it is closed; None: at the end of its day.
-        max_bytes: Most bytes of segments here; beyond it rows are dropped. None: no bound.
+        max_bytes: Most bytes of segments here; beyond the limit rows are dropped. None: no bound.
         keep_s: Seconds after which a segment is removed; None: never.
         written: See `Written`.
         died: See `Died`.
-        adopts: Returns whether the work of a dead process with this name is finished here.
+        adopts: Returns whether this process finishes the work of a dead process with this name.
         clock: Seconds since the epoch.
         now: Monotonic clock, in seconds.
 
     Attributes:
         written: Rows that were written.
         written_at: Time of the last round that succeeded, on the monotonic clock.
-        full: No more rows are taken: too many bytes wait for their upload.
+        full: Rows are dropped, since too many bytes wait for upload.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class Ledger:
 
     @property
     def dropped(self) -> int:
-        """Rows that were dropped: they could not be written for too long."""
+        """Rows that were dropped because they could not be written for too long."""
         return self._dropped + self._book.dropped
 
     @property
@@ -183,7 +183,7 @@ class Ledger:
     def round(self) -> None:
         """Write the rows of the calls that have ended since the last round.
 
-        A failure is logged; its rows are tried again in the next round.
+        A failure is logged; the next round tries its rows again.
         """
         with self._rounds:
             try:
@@ -196,7 +196,7 @@ class Ledger:
                 self.written_at = self._now()
 
     def finish(self) -> bool:
-        """Write the last rows, and close the segment; return whether that succeeded."""
+        """Write the last rows, and close the segment; return whether both succeeded."""
         with self._rounds:
             try:
                 self._write()
@@ -230,13 +230,13 @@ class Ledger:
         """Append rows of a day.
 
         Raises:
-            OSError: None of them was written.
+            OSError: No row was written.
         """
         path = self._growing
         if path is not None and self._torn:
             self._disk.cut(path, self._size)
             self._torn = False
-        # A process that has stood still for a minute counts as dead: others have taken its segment then.
+        # A process that has stood still for a minute counts as dead, and others have taken its segment.
         if path is None or path.parent.name != f"day={day}" or self._disk.size(path) != self._size:
             path = self._growing = self._newest = segment_path(
                 self._folder, day, self._book.name, self.written
@@ -245,13 +245,14 @@ class Ledger:
         try:
             self._disk.append(path, data)
         except OSError:
-            # A part may be written, and is to go before the next try: else its rows were there twice.
+            # A part may be written, and must be cut off before the next try, or its rows would be there
+            # twice.
             self._torn = True
             raise
         self._size += len(data)
 
     def _touch(self) -> None:
-        """Tell other processes that this one lives, while it has a segment that they could take."""
+        """Touch the newest segment, so that other processes don't take it."""
         if self._newest is not None and self._now() - self._touched_at >= TOUCH_S:
             self._touched_at = self._now()
             if self._disk.size(self._newest):
@@ -272,7 +273,7 @@ class Ledger:
         """Bring the closed segments of this process into their last form.
 
         Raises:
-            Exception: One can't be written or uploaded; the next call goes on with it.
+            Exception: A segment can't be written or uploaded; the next call tries it again.
         """
         self._close(self._book.name)
         if self._max_bytes is not None:
@@ -285,7 +286,7 @@ class Ledger:
         """Finish the work of processes that have died.
 
         Raises:
-            Exception: A file can't be written or uploaded; the next call goes on with it.
+            Exception: A file can't be written or uploaded; the next call tries it again.
         """
         found: dict[str, list[Path]] = {}
         for path in self._recent():
@@ -305,7 +306,7 @@ class Ledger:
             self._adopted.add(name)
 
     def remove_old(self) -> None:
-        """Remove the segments of days that are over for `keep_s`."""
+        """Remove the segments of days that ended more than `keep_s` ago."""
         if self._keep_s is None:
             return
         oldest = f"day={_day(self._clock() - self._keep_s)}"
@@ -316,7 +317,7 @@ class Ledger:
                         self._disk.remove(path)
 
     def _recent(self) -> list[Path]:
-        """Return the files in which work may be left: where they are uploaded, all that are still here."""
+        """Return the files that may be unfinished: all files in a spool, otherwise the files of two days."""
         if self._upload is not None:
             return self._disk.files(self._folder, "day=*/*")
         days = [_day(self._clock() - DAY_S * back) for back in (1, 0)]
@@ -345,7 +346,7 @@ class Ledger:
                 self._disk.remove(closed)
 
     def _as_parquet(self, path: Path) -> Path:
-        """Replace a segment by one in Parquet; return its path, or the old one if that isn't possible."""
+        """Replace a segment by a Parquet file; return its path, or the segment's path if that fails."""
         assert self._compact is not None
         closed = path.with_suffix(PARQUET)
         try:
@@ -366,7 +367,7 @@ class Ledger:
 
 
 class Writer:
-    """Writes a ledger until it is stopped: a thread for the rows, and one for the closed segments.
+    """Writes a ledger until it is stopped, with a thread for the rows and a thread for the closed segments.
 
     Args:
         settings: The config's `args.usage`; it has a ledger.
@@ -376,8 +377,8 @@ class Writer:
         adopts: See `Ledger`.
         disk: The file system.
         interval_s: Seconds between two rounds.
-        closing_s: Seconds between two looks at closed segments.
-        last_s: Seconds that the last rows have, at least.
+        closing_s: Seconds between two checks for closed segments.
+        last_s: Least seconds for writing the last rows.
 
     Raises:
         SettingsError: A package that the settings need is missing.
@@ -403,7 +404,7 @@ class Writer:
         self._folder = _folder(options)
         self._disk = disk or LocalDisk()
         self._remote = remote = _remote(options.folder)
-        # A file that waits for its upload is never too old.
+        # A file that waits for its upload is never removed as too old.
         keep_s = None if remote or options.keep_days is None else options.keep_days * DAY_S
         self.ledger = Ledger(
             book,
@@ -433,14 +434,14 @@ class Writer:
         return self
 
     def flush(self) -> None:
-        """Write what has ended, now: the process is about to end, even if the disk hangs."""
+        """Write the ended calls now, since the process is about to end; return even if the disk hangs."""
         _within(self._last_s, self.ledger.round)
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """Write the last rows, and bring the segments into their last form if that takes no longer.
+        """Write the last rows, and bring the segments into their last form within the timeout.
 
         Args:
-            timeout_s: Seconds; another process goes on with segments that are left.
+            timeout_s: Seconds; another process finishes the remaining segments.
         """
         if self._stopping.is_set():
             return
@@ -461,7 +462,7 @@ class Writer:
             steps = [self._write_prices, self.ledger.close]
             if looks % ADOPT_EVERY == 0:
                 steps += [self.ledger.adopt, self.ledger.remove_old]
-            # Each for itself: on a full disk the first ones fail until old files are removed.
+            # Each step has its own try: on a full disk the first steps fail until old files are removed.
             for step in steps:
                 self._try(step)
             looks += 1
@@ -472,7 +473,7 @@ class Writer:
         try:
             step()
         except Exception as error:
-            # A step is tried again. A fault is told with its stack, once in a while.
+            # A step is tried again. A fault is logged with its stack, at most once in `WARN_S`.
             if time.monotonic() - self._warned_at >= WARN_S:
                 self._warned_at = time.monotonic()
                 fault = None if isinstance(error, OSError) else error
@@ -483,7 +484,7 @@ class Writer:
         self._try(self.ledger.close)
 
     def _write_prices(self) -> None:
-        """Keep the prices beside the rows, once, for those who read them without the config."""
+        """Write the prices beside the rows, once, for readers without the config."""
         if self._settings.prices and not self._priced:
             content = prices.pack(self._settings)
             if self._remote is not None:
@@ -497,14 +498,14 @@ def new_book(model: str, replica: str) -> CallBook:
     """Return the calls of a new process.
 
     Args:
-        model: Id of its model; empty: it runs none.
+        model: Id of its model; empty: it runs no model.
         replica: The replica.
     """
     return CallBook(model, replica, unique_name(replica))
 
 
 def _day(seconds: float) -> str:
-    # As the row's time is, to the millisecond.
+    # Rounded to the millisecond, like the row's time.
     return time.strftime("%Y-%m-%d", time.gmtime(round(seconds, 3)))
 
 
@@ -512,13 +513,13 @@ def _folder(options: LedgerSettings) -> Path:
     """Return the folder of the files of this node."""
     if "://" not in options.folder:
         return Path(options.folder).expanduser()
-    # Services with other URLs may have the same spool, and each finishes the work of its own dead processes.
+    # Services with different URLs may share a spool, and each finishes the work of its own dead processes.
     name = hashlib.sha256(options.folder.encode()).hexdigest()[:16]
     return Path(options.spool).expanduser() / name
 
 
 def _within(seconds: float, work: Callable[[], None]) -> None:
-    """Do something in a thread, and wait for its end for so long at most."""
+    """Run a function in a thread, and wait for its end for at most `seconds`."""
     thread = threading.Thread(target=work, name="usage-last-rows", daemon=True)
     thread.start()
     thread.join(seconds)

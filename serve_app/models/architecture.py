@@ -1,4 +1,4 @@
-"""The shape of a model, from its config.json: what the memory of its KV cache depends on."""
+"""The shape of a model, read from its config.json; it determines the size of the KV cache."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,11 +7,11 @@ from typing import Any
 from serve_app.models.errors import ModelError
 
 DEFAULT_CONTEXT = 2048
-"""vLLM's context for a model that doesn't say its own."""
+"""vLLM's context for a model without a stated limit, in tokens."""
 
 DTYPE_BYTES = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
-"""Layers with a KV cache, in `layer_types`; others keep a state of fixed size."""
+"""Values of `layer_types` for layers with a KV cache; other layers keep a state of fixed size."""
 
 
 @dataclass(frozen=True)
@@ -19,18 +19,18 @@ class Architecture:
     """The shape of a language model.
 
     Attributes:
-        model_type: Its family, such as "qwen2".
-        classes: vLLM's classes that can load it, such as "Qwen2ForCausalLM".
-        dtype: Type of its weights: "bfloat16", "float16" or "float32".
-        quantization: Method that its weights were quantised with; None: they are not.
-        context: Its own limit of prompt and answer together, in tokens.
-        attention_heads: Heads of attention, which tensor parallelism divides.
+        model_type: Family of the model, such as "qwen2".
+        classes: vLLM's classes that can load the model, such as "Qwen2ForCausalLM".
+        dtype: Type of the weights: "bfloat16", "float16" or "float32".
+        quantization: Quantisation method of the weights; None: not quantised.
+        context: The model's limit for prompt and answer together, in tokens.
+        attention_heads: Attention heads, which tensor parallelism divides.
         kv_heads: Heads with a KV cache; 1 with `latent`.
         kv_layers: Layers with a KV cache.
         kv_width: Values that a head of a layer keeps per token.
-        latent: Attention keeps one compressed vector per token (MLA), which each device has whole.
-        sliding_window: Tokens that some layers look back on; None: all layers look at the whole context.
-        multimodal: It takes images or sound too.
+        latent: Attention keeps one compressed vector per token (MLA), with a full copy on each device.
+        sliding_window: Tokens that some layers attend to; None: all layers attend to the whole context.
+        multimodal: Whether the model also takes images or sound.
     """
 
     model_type: str
@@ -51,21 +51,21 @@ class Architecture:
 
         Args:
             value_bytes: Bytes of a value.
-            devices: Devices that share the model. Each has at least one head.
+            devices: Devices that share the model. Each device has at least one head.
         """
         heads = 1 if self.latent else max(1, self.kv_heads // devices)
         return int(self.kv_layers * heads * self.kv_width * value_bytes)
 
 
 def read_architecture(config: Mapping[str, Any], source: str) -> Architecture:
-    """Return the shape that a config.json describes.
+    """Return the shape of a model from its config.json.
 
     Args:
-        config: Its content.
+        config: Content of config.json.
         source: The model, for messages.
 
     Raises:
-        ModelError: It lacks what the sums of memory need.
+        ModelError: A field that the memory sums need is missing.
     """
     text = config.get("text_config") or config.get("llm_config") or config.get("language_config") or config
     if not isinstance(text, Mapping):
@@ -105,10 +105,10 @@ def read_architecture(config: Mapping[str, Any], source: str) -> Architecture:
 
 
 class _Fields:
-    """Numbers of a config.json, which has several names for some.
+    """Numbers of a config.json; a number may have several names.
 
     Args:
-        values: The content, with that of its part on text.
+        values: Content of config.json, merged with its section on text.
         source: The model, for messages.
     """
 
@@ -117,7 +117,7 @@ class _Fields:
         self._source = source
 
     def optional(self, *names: str) -> int | None:
-        """Return the first of some fields that is a number above 0."""
+        """Return the first of some fields whose value is a number above 0; None if there is none."""
         for name in names:
             value = self.values.get(name)
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -125,10 +125,10 @@ class _Fields:
         return None
 
     def count(self, *names: str) -> int:
-        """Return the first of some fields that is a number above 0.
+        """Return the first of some fields whose value is a number above 0.
 
         Raises:
-            ModelError: None is.
+            ModelError: No field has such a value.
         """
         value = self.optional(*names)
         if value is None:
@@ -140,7 +140,7 @@ class _Fields:
 
 
 def _dtype(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
-    """Return the type of the weights, from the field of today's or of earlier versions."""
+    """Return the type of the weights, from the current or the older field."""
     for fields in (config, text):
         for name in ("dtype", "torch_dtype"):
             value = str(fields.get(name, "")).removeprefix("torch.")
@@ -151,7 +151,7 @@ def _dtype(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
 
 
 def _kv_layers(fields: _Fields, layers: int) -> int:
-    """Return the number of layers with a KV cache: all, but for models that mix attention with others."""
+    """Return the number of layers with a KV cache: all layers, except in hybrid models."""
     types = fields.values.get("layer_types")
     if isinstance(types, list) and ATTENTION.intersection(map(str, types)):
         return sum(str(kind) in ATTENTION for kind in types)
@@ -160,7 +160,7 @@ def _kv_layers(fields: _Fields, layers: int) -> int:
 
 
 def _window(fields: _Fields) -> int | None:
-    # Qwen2 has the field and doesn't use it.
+    # Qwen2 has the field but doesn't use it.
     if fields.values.get("use_sliding_window") is False:
         return None
     return fields.optional("sliding_window")

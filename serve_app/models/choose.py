@@ -1,4 +1,4 @@
-"""Chooses the settings of an engine: type, context, sequences, devices and replicas."""
+"""Choose the settings of an engine: type, context, sequences, devices and replicas."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,34 +13,34 @@ from serve_app.models.memory import UTILIZATION, MemoryDemand, MemorySums, deman
 from serve_app.models.model_files import ModelFiles
 
 SEQUENCES = 4
-"""Requests of full length that fit at once, at least: with fewer, one long request keeps out the others."""
+"""Least number of full-length requests that fit at once; with fewer, one long request blocks the rest."""
 
 GOOD_CONTEXT = 8192
-"""A context that most uses need, in tokens. A replica gets GPUs until there is room for `SEQUENCES` of it."""
+"""A context that most uses need, in tokens. A replica gets GPUs until `SEQUENCES` such contexts fit."""
 
 LEAST_CONTEXT = 2048
-"""A context that is worth serving, in tokens: a chat of some turns. A model with less is refused."""
+"""The smallest useful context, in tokens: a chat of some turns. A model with less room is refused."""
 
 CONTEXT_STEP = 1024
-"""A context below the model's own is a multiple of this."""
+"""A context below the model's own limit is a multiple of this, in tokens."""
 
 TYPICAL_REQUEST = 256
-"""Tokens of a short request. There are no more sequences at once than requests of that size fit."""
+"""Tokens of a short request. The number of such requests that fit bounds the sequences in a step."""
 
 BIG_GPU, LARGE_GPU = 40_000_000_000, 70_000_000_000
-"""Bytes from which a GPU has room for steps of 8,192 tokens, and for 512 sequences."""
+"""Bytes of a GPU with room for steps of 8,192 tokens, and of a GPU with room for 512 sequences."""
 
 BFLOAT16_FROM = 8.0
-"""Compute capability from which a GPU has bfloat16."""
+"""The lowest compute capability with bfloat16."""
 
 NO_FLOAT16 = {"gemma2", "gemma3", "gemma3_text", "glm4"}
-"""Families that vLLM refuses to run in float16, since their values exceed it."""
+"""Families that vLLM refuses to run in float16, since their values exceed its range."""
 
 CPU_SEQUENCES, CPU_STEP_TOKENS = 64, 4096
-"""Sequences and tokens in a step of a CPU, as in configs/local.yaml."""
+"""Most sequences and tokens in a step on a CPU, as in configs/local.yaml."""
 
 MOST_DEVICES = 64
-"""Devices up to which a refusal looks for the number that would do."""
+"""Most devices considered for the advice in a refusal."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Choice:
 
     Attributes:
         files: The model's files.
-        architecture: Its shape.
+        architecture: The model's shape.
         machine: The machine.
-        parsers: Parsers of its family.
-        sums: Sums of the memory of a device.
-        dtype: Type that the engine runs in; "auto" for quantised weights.
+        parsers: Parsers of the model's family.
+        sums: Memory sums of a device.
+        dtype: Type that the engine computes in; "auto" for quantised weights.
         utilization: Share of a GPU's memory for vLLM; None: the CPU.
         max_model_len: Longest prompt and answer together, in tokens.
         max_num_seqs: Most sequences in a step.
@@ -61,7 +61,7 @@ class Choice:
         tensor_parallel: GPUs that share the weights of a replica; 1 on the CPU.
         devices: GPUs of a replica; 0: the CPU.
         replicas: Copies of the model.
-        notes: What its user should know beside, each a sentence.
+        notes: Further notes for the user, each a sentence.
     """
 
     files: ModelFiles
@@ -93,12 +93,12 @@ def choose(
     Args:
         files: The model.
         machine: The machine.
-        given: Options of the engine that its user has set, by their vLLM names; they are kept.
-        replicas: Copies of the model that its user has set; None: as many as the GPUs allow.
-        known: Classes of models that vLLM has; empty: not known.
+        given: Engine options set by the user, by their vLLM names; they are kept.
+        replicas: Copies of the model, set by the user; None: as many as the GPUs allow.
+        known: Model classes of vLLM; empty: unknown.
 
     Raises:
-        ModelError: The model doesn't fit; the message has the sums and what would.
+        ModelError: The model doesn't fit; the message has the sums and alternatives.
     """
     architecture = read_architecture(files.config, files.source)
     notes = _notes(architecture, known, given)
@@ -153,25 +153,25 @@ def _notes(architecture: Architecture, known: frozenset[str], given: Mapping[str
         )
     if architecture.multimodal:
         notes.append(
-            "The model takes images or sound too; requests with them are refused unless its config has "
-            "multimodal: true. vLLM keeps memory for them, which the sums leave out; if there is too little, "
+            "The model also takes images or sound; such requests are refused unless its config has "
+            "multimodal: true. vLLM reserves memory for them, which the sums leave out; if memory is short, "
             "lower --max-model-len."
         )
     if known and architecture.classes and not known.intersection(architecture.classes):
         notes.append(
-            f"This vLLM has no {architecture.classes[0]} of its own; it may run the model by transformers, "
+            f"This vLLM doesn't implement {architecture.classes[0]}; it may run the model with transformers, "
             "or with --trust-remote-code, or refuse it."
         )
     if architecture.sliding_window:
         notes.append(
-            f"Some layers look back on {architecture.sliding_window:,} tokens only. The sums count all "
-            "layers with the whole context, so more requests fit than they say."
+            f"Some layers attend to {architecture.sliding_window:,} tokens only. The sums assume the whole "
+            "context for all layers, so more requests fit than the sums show."
         )
     return notes
 
 
 def _dtype(architecture: Architecture, gpus: Sequence[UsableGPU]) -> str:
-    """Return the type to run in: that of the weights, but none that the device lacks or that is a waste."""
+    """Return the type to compute in: the type of the weights, unless unsupported or wasteful."""
     if architecture.quantization:
         return "auto"
     if not gpus:
@@ -183,19 +183,19 @@ def _dtype(architecture: Architecture, gpus: Sequence[UsableGPU]) -> str:
 
 
 def _common(gpus: Sequence[UsableGPU], given: Mapping[str, Any]) -> tuple[UsableGPU, float, list[str]]:
-    """Return what every GPU has, the share of it for vLLM, and notes."""
+    """Return the smallest GPU, the share of GPU memory for vLLM, and notes."""
     notes = []
     least = min(gpus, key=lambda gpu: gpu.memory)
     if least.memory < 0.95 * max(gpu.memory for gpu in gpus):
-        notes.append(f"The GPUs differ; the sums are those of the smallest, {least.name}.")
+        notes.append(f"The GPUs differ; the sums are for the smallest GPU, {least.name}.")
     free = min(1 - gpu.used / gpu.memory for gpu in gpus)
     if "gpu_memory_utilization" in given:
         return least, given["gpu_memory_utilization"], notes
-    # vLLM refuses to start with less free memory than its share; some is needed beside.
+    # vLLM refuses to start with less free memory than its share; some memory must stay free.
     utilization = min(UTILIZATION, max(0.01, math.floor(100 * (free - 0.02)) / 100))
     if utilization < UTILIZATION:
         used = max(gpu.used for gpu in gpus)
-        notes.append(f"Other programs use {gb(used)} of a GPU, so vLLM gets {utilization:.0%} of it.")
+        notes.append(f"Other programs use {gb(used)} of a GPU, so vLLM gets {utilization:.0%} of its memory.")
     return least, utilization, notes
 
 
@@ -207,10 +207,10 @@ def _spread(
     count: int,
     given: Mapping[str, Any],
 ) -> tuple[int, MemorySums]:
-    """Return the fewest GPUs that hold the model together, and the sums of each.
+    """Return the smallest number of GPUs per pipeline stage that hold the model, and the sums of each GPU.
 
     Raises:
-        ModelError: All together don't.
+        ModelError: All GPUs together are too small.
     """
     fixed = given.get("tensor_parallel_size")
     if (fixed or 1) * stages > count:
@@ -239,26 +239,26 @@ def _spread(
 
 
 def _parallels(architecture: Architecture, most: int) -> list[int]:
-    """Return the numbers of GPUs that can share the heads of attention."""
+    """Return the numbers of GPUs that can share the attention heads."""
     powers = [1 << bits for bits in range(most.bit_length())]
     return [number for number in powers if number <= most and architecture.attention_heads % number == 0]
 
 
 def _own_cache(sums: MemorySums, given: Mapping[str, Any]) -> MemorySums:
-    """Return the sums with the KV cache that the user has set, if so."""
+    """Return the sums with the user's KV cache size if it is set."""
     size = given.get("kv_cache_memory_bytes")
     return with_kv_cache(sums, size) if size else sums
 
 
 def _least_tokens(architecture: Architecture, given: Mapping[str, Any]) -> int:
-    """Return the tokens of KV cache without which it isn't worth to start."""
+    """Return the smallest useful KV cache, in tokens."""
     if "max_model_len" in given:
         return int(given["max_model_len"])
     return SEQUENCES * min(LEAST_CONTEXT, architecture.context)
 
 
 def _good_tokens(architecture: Architecture, given: Mapping[str, Any]) -> int:
-    """Return the tokens of KV cache with which a replica needs no more GPUs."""
+    """Return the KV cache that is large enough not to add GPUs to a replica, in tokens."""
     length = min(GOOD_CONTEXT, int(given.get("max_model_len", architecture.context)))
     return max(SEQUENCES * length, _least_tokens(architecture, given))
 
@@ -266,14 +266,14 @@ def _good_tokens(architecture: Architecture, given: Mapping[str, Any]) -> int:
 def _refusal(
     wanted: MemoryDemand, sums: MemorySums, given: Mapping[str, Any], place: str, more: str
 ) -> ModelError:
-    """Return the error of a KV cache that is too small, with the sums and what would do.
+    """Return the error for a KV cache that is too small, with the sums and alternatives.
 
     Args:
-        wanted: What the model takes.
+        wanted: Memory that the model needs.
         sums: The sums of a device.
-        given: Options of the engine that its user has set.
+        given: Engine options set by the user.
         place: The devices.
-        more: The devices that would do; empty: not known.
+        more: Devices that would be enough; empty: unknown.
     """
     least = _least_tokens(wanted.architecture, given)
     kind = f"one request of {least:,} tokens" if "max_model_len" in given else f"{least:,} tokens"
@@ -295,12 +295,12 @@ def _refusal(
         f"  weights   {gb(sums.weights)}\n"
         f"  reserve   {gb(sums.reserve)} for activations and libraries\n"
         f"  KV cache  {gb(least * sums.per_token)} for {kind}, {sums.per_token:,} bytes each\n"
-        f"What would do: {'; '.join(advice)}"
+        f"What would fit: {'; '.join(advice)}"
     )
 
 
 def _context(architecture: Architecture, tokens: int) -> int:
-    """Return the longest context of which `SEQUENCES` fit, or the model's own if that is shorter."""
+    """Return the longest context such that `SEQUENCES` requests fit, at most the model's own limit."""
     longest = tokens // SEQUENCES
     if longest >= architecture.context:
         return architecture.context
@@ -309,7 +309,7 @@ def _context(architecture: Architecture, tokens: int) -> int:
 
 def _sequences(gpu: UsableGPU | None, tokens: int) -> int:
     most = CPU_SEQUENCES if gpu is None else 512 if gpu.memory >= LARGE_GPU else 256
-    # A power of two, as those of which vLLM captures graphs.
+    # A power of two: vLLM captures graphs for such sizes.
     return int(max(8, min(most, 1 << max(0, (tokens // TYPICAL_REQUEST).bit_length() - 1))))
 
 

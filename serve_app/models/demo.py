@@ -13,11 +13,11 @@ def demo_service(machine: Machine, head: str) -> ServiceParts:
     """Return the service of the demo model.
 
     Args:
-        machine: With GPUs, a CUDA build of vLLM is installed, and the model takes one.
+        machine: The machine. If it has GPUs, a CUDA build of vLLM is installed, and the model takes one GPU.
         head: Comment at the top of the config.
     """
     gpu = bool(machine.gpus)
-    # The Ingress reserves half a core: on a machine with one, Ray would wait for more.
+    # The Ingress reserves half a core: on a one-core machine, Ray would wait forever for a whole core.
     cores, words = (1, "one core") if machine.cores > 1 else (0.5, "half a core")
     options: Section = {
         "num_cpus": Noted(cores, f"...that reserves {words}, and {'a' if gpu else 'no'} GPU."),
@@ -56,7 +56,7 @@ def _engine() -> Section:
         "distributed_executor_backend": ONE_PROCESS,
         "enable_auto_tool_choice": Noted(
             True,
-            "Clients may offer tools. The demo model uses one only if `tool_choice` forces it to; the tool "
+            "Clients may offer tools. The demo model uses a tool only if `tool_choice` forces it; the tool "
             "needs `strict: true`, else its arguments come back as a quoted string.",
         ),
         "tool_call_parser": Noted("hermes"),

@@ -1,4 +1,4 @@
-"""Check of a model's engine against the installed vLLM, before anything starts."""
+"""Check engine options against the installed vLLM, before anything starts."""
 
 from serve_app.api.validation import suggestion
 from serve_app.models import installed_vllm
@@ -7,10 +7,10 @@ from serve_app.settings.serve_options import DONE, refusal
 
 
 def check_engine(model: LLMSettings | FunctionSettings) -> None:
-    """Check options that an engine would refuse minutes later; without vLLM none is.
+    """Check options that an engine would refuse minutes later; without vLLM this does nothing.
 
     Raises:
-        ValueError: The name of an option, or its value, is wrong; the message names both.
+        ValueError: The name or the value of an option is wrong; the message names both.
     """
     options = installed_vllm.options()
     if not isinstance(model, LLMSettings) or not options:

@@ -1,9 +1,9 @@
-"""Errors of a model that can't be served, and of options that are wrong."""
+"""Errors for models that can't be served, and for wrong options."""
 
 
 class ModelError(Exception):
-    """The model can't be served here; the message tells the reason and what would help."""
+    """The model can't be served here; the message has the reason and a remedy."""
 
 
 class OptionError(Exception):
-    """An option names a path or has a value that doesn't exist; the message names close matches."""
+    """An option or its value doesn't exist; the message names close matches."""

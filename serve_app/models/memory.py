@@ -1,4 +1,4 @@
-"""Sums of a device's memory: what the weights leave for the KV cache, and how many tokens that holds."""
+"""Memory sums of a device: the bytes left for the KV cache, and the number of tokens that fit."""
 
 from dataclasses import dataclass, replace
 
@@ -8,35 +8,35 @@ from serve_app.models.model_files import ModelFiles
 GB = 10**9
 
 UTILIZATION = 0.9
-"""Share of a GPU's memory for vLLM. The rest is for what it doesn't count: fragments, libraries, others."""
+"""Share of a GPU's memory for vLLM. The rest covers fragmentation, libraries and other programs."""
 
 RESERVE = 2_500_000_000
 """Bytes of a GPU beside weights and KV cache, for models of 1 to 100 billion parameters.
 
 1 GB: CUDA's context, the graphs that vLLM captures, and the buffers of collective calls. 1.5 GB: the
 activations of a step of 8,192 tokens, and the logits of up to 512 sequences in float32. vLLM measures the
-real number at its start. A context of which several fit absorbs the difference.
+real number at its start. The KV cache has room for several full contexts, which absorbs the difference.
 """
 
 CPU_UTILIZATION = 0.8
-"""Share of the host's available memory for the engine. Ray, HAProxy and the Ingress have the rest."""
+"""Share of the host's available memory for the engine. The rest is for Ray, HAProxy and the Ingress."""
 
 CPU_RESERVE = 2_000_000_000
 """Bytes of the engine's process beside weights and KV cache: its libraries and the activations of a step."""
 
 CPU_KV_MOST = 4 << 30
-"""Bytes of KV cache on a CPU, at most: its cores are busy long before more sequences fill that."""
+"""Most bytes of KV cache on a CPU: its cores are saturated long before a larger KV cache fills up."""
 
 CPU_KV_STEP = 64 << 20
-"""The bytes of KV cache on a CPU are a multiple of this, so that the number in a config is a round one."""
+"""The bytes of KV cache on a CPU are a multiple of this, for a round number in the config."""
 
 
 @dataclass(frozen=True)
 class MemorySums:
-    """Sums of the memory of a device, in bytes.
+    """Memory sums of a device, in bytes.
 
     Attributes:
-        device: Bytes that the device has.
+        device: Bytes of the device.
         usable: Bytes that vLLM may use.
         weights: Bytes of the weights on this device.
         reserve: Bytes for everything else.
@@ -53,17 +53,17 @@ class MemorySums:
 
     @property
     def tokens(self) -> int:
-        """Tokens that the KV cache holds."""
+        """Tokens that fit into the KV cache."""
         return self.kv_cache // self.per_token
 
 
 @dataclass(frozen=True)
 class MemoryDemand:
-    """Memory that a model takes, for any number of devices.
+    """Memory that a model needs, for any number of devices.
 
     Attributes:
-        architecture: Its shape.
-        weight_bytes: Bytes of its weights once they are loaded.
+        architecture: The model's shape.
+        weight_bytes: Bytes of the loaded weights.
         value_bytes: Bytes of a value in the KV cache.
     """
 
@@ -72,13 +72,13 @@ class MemoryDemand:
     value_bytes: float
 
     def on_gpu(self, memory: int, utilization: float, parallel: int, stages: int = 1) -> MemorySums:
-        """Return the sums of each of some GPUs that share the model.
+        """Return the sums of a GPU when several GPUs share the model.
 
         Args:
             memory: Bytes of a GPU.
-            utilization: Share of it for vLLM.
+            utilization: Share of a GPU's memory for vLLM.
             parallel: GPUs that share each layer.
-            stages: Groups of such GPUs, each with a part of the layers.
+            stages: Pipeline stages, groups of such GPUs with a part of the layers each.
         """
         usable = int(memory * utilization)
         weights = -(-self.weight_bytes // (parallel * stages))
@@ -89,8 +89,8 @@ class MemoryDemand:
         """Return the sums of a host.
 
         Args:
-            memory: Bytes that are available.
-            tokens: Tokens beyond which a KV cache would never be filled.
+            memory: Available bytes.
+            tokens: Most tokens that the KV cache can ever hold.
         """
         usable = int(memory * CPU_UTILIZATION)
         per_token = self.architecture.kv_bytes_per_token(self.value_bytes)
@@ -102,17 +102,17 @@ class MemoryDemand:
 
 
 def with_kv_cache(sums: MemorySums, kv_cache: int) -> MemorySums:
-    """Return sums with a KV cache of a given size in bytes, in place of what is left."""
+    """Return sums with a KV cache of a given size in bytes, instead of all memory that is left."""
     return replace(sums, kv_cache=kv_cache)
 
 
 def demand(files: ModelFiles, architecture: Architecture, dtype: str, kv_dtype: str | None) -> MemoryDemand:
-    """Return what a model takes.
+    """Return the memory that a model needs.
 
     Args:
-        files: Its files.
-        architecture: Its shape.
-        dtype: The type that it runs in.
+        files: The model's files.
+        architecture: The model's shape.
+        dtype: The type that the engine computes in.
         kv_dtype: vLLM's `kv_cache_dtype`; None: the same type.
     """
     weight_bytes = files.weight_bytes
@@ -123,5 +123,5 @@ def demand(files: ModelFiles, architecture: Architecture, dtype: str, kv_dtype: 
 
 
 def gb(count: float) -> str:
-    """Return bytes as a number of GB that people can read."""
+    """Return a number of bytes as readable text, in GB or MB."""
     return f"{count / GB:,.1f} GB" if count >= GB / 10 else f"{count / 1e6:,.3g} MB"

@@ -1,4 +1,4 @@
-"""The files of a model that say what it needs: config.json, and the sizes of the weights."""
+"""The files that determine a model's needs: config.json, and the sizes of the weights."""
 
 import json
 from collections.abc import Mapping
@@ -18,8 +18,8 @@ class ModelFiles:
     Attributes:
         source: The Hugging Face id or the directory.
         config: The content of config.json.
-        weight_bytes: Bytes of the files of the weights.
-        download: The weights come from the hub at the first start.
+        weight_bytes: Bytes of the weight files.
+        download: Whether the first start downloads the weights from the hub.
     """
 
     source: str
@@ -29,14 +29,14 @@ class ModelFiles:
 
 
 def read_folder(folder: Path, source: str | None = None) -> ModelFiles:
-    """Return what a directory says of its model.
+    """Return the facts about the model in a directory.
 
     Args:
         folder: The directory.
-        source: Its name for vLLM; by default its absolute path.
+        source: Name of the model for vLLM; default: the absolute path.
 
     Raises:
-        ModelError: It is not the directory of a model.
+        ModelError: The directory has no complete model.
     """
     place = source or str(folder.resolve())
     if not (folder / CONFIG).is_file():
@@ -48,15 +48,15 @@ def read_folder(folder: Path, source: str | None = None) -> ModelFiles:
     index = _index(folder / INDEX)
     if missing := sorted(index - set(sizes)):
         raise ModelError(
-            f"{folder} has no {missing[0]}, which {INDEX} names; {len(missing)} of {len(index)} files of the "
-            "weights are missing"
+            f"{folder} has no {missing[0]}, which {INDEX} names; {len(missing)} of {len(index)} weight files "
+            "are missing"
         )
     named = {name: sizes[name] for name in index} or sizes
     return ModelFiles(place, read_config(folder / CONFIG), weights_of(named, place))
 
 
 def _index(path: Path) -> set[str]:
-    """Return the files of the weights that an index names; none without an index."""
+    """Return the weight files that an index lists; empty without an index."""
     if not path.is_file():
         return set()
     try:
@@ -69,7 +69,7 @@ def read_config(path: Path) -> Mapping[str, Any]:
     """Return the content of a config.json.
 
     Raises:
-        ModelError: It is not a JSON object.
+        ModelError: The content is not a JSON object.
     """
     try:
         content = json.loads(path.read_text())
@@ -81,22 +81,22 @@ def read_config(path: Path) -> Mapping[str, Any]:
 
 
 def weights_of(sizes: Mapping[str, int], source: str) -> int:
-    """Return the bytes of the weights that vLLM loads: those in safetensors, or else in PyTorch's files.
+    """Return the bytes of the weights that vLLM loads: safetensors files, or else PyTorch files.
 
     Args:
-        sizes: Bytes of the files at the top of the model's directory, by name.
+        sizes: Bytes of the files, by their paths in the model's directory; subdirectories are ignored.
         source: The model, for the message.
 
     Raises:
-        ModelError: There are none.
+        ModelError: There are no weights.
     """
     for suffix in (".safetensors", ".bin", ".pt"):
         found = {name: size for name, size in sizes.items() if name.endswith(suffix) and "/" not in name}
-        # Mistral publishes the same weights in two forms; vLLM loads one of them.
+        # Mistral publishes the same weights in two formats; vLLM loads one format.
         shards = {name: size for name, size in found.items() if not name.startswith("consolidated")}
         if total := sum((shards or found).values()):
             return total
     raise ModelError(
-        f"{source} has no weights that can be served: neither *.safetensors nor *.bin; a model in GGUF "
-        "needs a config of its own (configs/README.md)"
+        f"{source} has no weights that can be served: neither *.safetensors nor *.bin; for a GGUF model "
+        "write a config (configs/README.md)"
     )

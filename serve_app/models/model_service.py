@@ -1,4 +1,4 @@
-"""The service of a model with the settings that were chosen for it."""
+"""The service of a model with its chosen settings."""
 
 import re
 
@@ -13,10 +13,10 @@ ANSWER_TOKENS, REASONING_TOKENS = 512, 4096
 """Default of `max_tokens` for `/generate`, without and with reasoning before the answer."""
 
 MOST_CORES = 4
-"""Cores that an engine on a GPU uses: tokenizing, scheduling, streaming."""
+"""Most cores of an engine on a GPU, for tokenizing, scheduling and streaming."""
 
 MOST_INGRESS = 4
-"""Replicas of the Ingress."""
+"""Most replicas of the Ingress."""
 
 
 def service_id(source: str) -> str:
@@ -50,7 +50,7 @@ def model_service(choice: Choice, id: str, head: str) -> ServiceParts:
 
 
 def sums_line(sums: MemorySums) -> str:
-    """Return the sums of a device's memory as a line."""
+    """Return the memory sums of a device as a line."""
     return (
         f"{gb(sums.usable)} of {gb(sums.device)} - weights {gb(sums.weights)} - reserve {gb(sums.reserve)} "
         f"leave {gb(sums.kv_cache)} of KV cache: {sums.tokens:,} tokens of {sums.per_token:,} bytes"
@@ -58,12 +58,12 @@ def sums_line(sums: MemorySums) -> str:
 
 
 def context_reason(architecture: Architecture, context: int, tokens: int) -> str:
-    """Return why a context has its length.
+    """Return the reason for the length of a context.
 
     Args:
         architecture: The model's shape.
         context: The context, in tokens.
-        tokens: Tokens that the KV cache holds.
+        tokens: Tokens that fit into the KV cache.
     """
     fit = f"{tokens / context:.1f} requests of that length fit at once"
     if context == architecture.context:
@@ -97,12 +97,12 @@ def _engine(choice: Choice) -> Section:
     if choice.tensor_parallel > 1:
         engine["tensor_parallel_size"] = Noted(
             choice.tensor_parallel,
-            f"GPUs that share the weights, {gb(sums.weights)} each: fewer have no room for them and for "
-            f"{SEQUENCES} requests of {GOOD_CONTEXT:,} tokens.",
+            f"GPUs that share the weights, {gb(sums.weights)} each. Fewer GPUs have no room for the weights "
+            f"and {SEQUENCES} requests of {GOOD_CONTEXT:,} tokens.",
         )
     if choice.devices > 1:
         engine["distributed_executor_backend"] = Noted(
-            "mp", "Each of its GPUs has a process of the replica's own, on the same machine."
+            "mp", "The replica runs a process per GPU, all on its own machine."
         )
     return engine | _parsers(choice)
 
@@ -126,9 +126,9 @@ def _cpu(choice: Choice) -> Section:
 def _dtype_reason(choice: Choice) -> str:
     own, method = choice.architecture.dtype, choice.architecture.quantization
     if method:
-        return f"Type of the values that are not quantised. Those of the weights are: {method}."
+        return f"Type of the values that are not quantised. The weights are quantised: {method}."
     if choice.dtype == own:
-        return "Type of weights and KV cache: that in which the weights are published."
+        return "Type of weights and KV cache: the type of the published weights."
     published = f"Type of weights and KV cache. The weights are published in {own}"
     if own == "float32" and DTYPE_BYTES.get(choice.dtype) == 2:
         return f"{published}, which takes twice the memory."
@@ -150,8 +150,8 @@ def _parsers(choice: Choice) -> Section:
     if choice.parsers.reasoning:
         engine["reasoning_parser"] = Noted(
             choice.parsers.reasoning,
-            "The model reasons before it answers. The parser tells the two apart, so that clients get the "
-            "reasoning in a field of its own.",
+            "The model reasons before it answers. The parser separates the reasoning from the answer, so "
+            "that clients get it in another field.",
         )
     return engine
 
@@ -163,12 +163,12 @@ def _sampling(choice: Choice) -> Noted:
             "temperature": Noted(0.7),
             "max_tokens": Noted(min(tokens, max(1, choice.max_model_len // 2))),
         },
-        "Defaults of /generate; the routes below /v1 have vLLM's.",
+        "Defaults of /generate; the routes below /v1 use vLLM's defaults.",
     )
 
 
 def _engine_cores(choice: Choice, spare: float) -> float:
-    """Return the cores of a replica. All replicas together have no more than there are, or Ray waits."""
+    """Return the cores of a replica; all replicas together must not exceed the machine, or Ray waits."""
     most = MOST_CORES if choice.devices else choice.machine.cores - 1
     shares = (*range(most, 0, -1), 0.5, 0.25)
     return next((share for share in shares if share * choice.replicas <= spare), 0)
@@ -179,7 +179,7 @@ def _ingress(cores: float, most: int) -> Section:
 
     Args:
         cores: Cores of a replica.
-        most: Replicas that have room.
+        most: Most replicas that the remaining cores allow.
     """
     most = min(MOST_INGRESS, most)
     options = Noted({"num_cpus": Noted(cores if cores < 1 else int(cores))})
@@ -209,9 +209,11 @@ def _deployment(choice: Choice, cores: float) -> Section:
         count = len(choice.machine.gpus)
         reason = f"Copies of the model. This machine has {count} GPU{'s' if count > 1 else ''}."
     elif choice.replicas > 1:
-        options["num_cpus"] = Noted(cores, "Cores per replica; the rest of the service uses what is left.")
+        options["num_cpus"] = Noted(cores, "Cores per replica; the rest of the service uses the other cores.")
         reason = "Copies of the model, which share the cores of this machine."
     else:
-        options["num_cpus"] = Noted(cores, "Cores of the engine; one is left to the rest of the service.")
+        options["num_cpus"] = Noted(
+            cores, "Cores of the engine; one core is left for the rest of the service."
+        )
         reason = "One copy of the model."
     return {"num_replicas": Noted(choice.replicas, reason), "ray_actor_options": Noted(options)}

@@ -1,4 +1,4 @@
-"""Values that the user of `saturate serve` sets: by `--set PATH=VALUE`, or as options of `vllm serve`."""
+"""Values set on the command line of `saturate serve`: `--set PATH=VALUE`, or options of `vllm serve`."""
 
 import json
 import re
@@ -23,29 +23,29 @@ from serve_app.system.yaml_text import NotYAMLError, load
 Part = Literal["http", "args", "model", "deployment"]
 
 PATHS = {"host": "http.host", "port": "http.port", "served_model_name": "id"}
-"""Options of `vllm serve` that are settings of this service with one value, and the paths of these."""
+"""Options of `vllm serve` with one value that are settings of this service, and their paths."""
 
 FILES = {"chat_template", "tool_parser_plugin", "reasoning_parser_plugin"}
-"""Options that may name a file; the engine has another working directory."""
+"""Options that may name a file; paths become absolute, since the engine has another working directory."""
 
 LARGE_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])")
 POWERS = "kmgt"
 
 MODEL_PATHS = set(LLMSettings.model_fields) - {"kind", "source", "simulate", "share"}
-"""Beginnings of paths below the entry of the model."""
+"""First keys of paths within the entry of the model."""
 
 ARGS_PATHS = set(Settings.model_fields) - {"models", "share_groups"}
-"""Beginnings of paths below `args`, beside the models."""
+"""First keys of paths within `args`, without the models."""
 
 
 @dataclass(frozen=True)
 class Override:
-    """A value that was set.
+    """A value set by the user.
 
     Attributes:
         part: The part of the config.
         place: Keys from that part down to the value.
-        value: Any value of YAML.
+        value: Any YAML value.
     """
 
     part: Part
@@ -54,7 +54,7 @@ class Override:
 
 
 def engine_options(overrides: Iterable[Override]) -> dict[str, Any]:
-    """Return the options of the engine that were set, by their vLLM names, without those that are null."""
+    """Return the engine options set by the user, by their vLLM names, without null values."""
     found = {}
     for override in overrides:
         match override.place:
@@ -64,18 +64,18 @@ def engine_options(overrides: Iterable[Override]) -> dict[str, Any]:
 
 
 def value_at(overrides: Iterable[Override], part: Part, *place: str) -> Any:
-    """Return the value that was set at a place; None: none was."""
+    """Return the user's value at a place; None if it is not set."""
     return next((o.value for o in reversed(list(overrides)) if (o.part, o.place) == (part, place)), None)
 
 
 def read_setting(text: str) -> Override:
-    """Return the value that a `--set PATH=VALUE` sets.
+    """Return the value of a `--set PATH=VALUE`.
 
     Args:
-        text: Such as "engine.max_model_len=8192". The value is YAML.
+        text: The setting, such as "engine.max_model_len=8192". The value is YAML.
 
     Raises:
-        OptionError: There is no such path; the message names close ones.
+        OptionError: There is no such path; the message names close matches.
     """
     path, equals, value = text.partition("=")
     if not equals or not path:
@@ -84,18 +84,18 @@ def read_setting(text: str) -> Override:
 
 
 def read_options(words: Sequence[str], own: Iterable[str]) -> tuple[list[str], list[Override]]:
-    """Return the arguments and the options of `vllm serve` that some words have.
+    """Split words into arguments and options of `vllm serve`.
 
-    The forms are those of vLLM's parser: `--name value`, `--name=value`, underscores for dashes, short names
-    such as `-tp`, `--no-name` for flags, `-O3`, and `--name.key value` for a part of a mapping.
+    Options have the forms of vLLM's parser: `--name value`, `--name=value`, underscores for dashes, short
+    names such as `-tp`, `--no-name` for flags, `-O3`, and `--name.key value` for a part of a mapping.
 
     Args:
         words: Words of a command line, without the options of this command.
         own: The options of this command, for close matches.
 
     Raises:
-        OptionError: There is no such option, with close ones; this service does it by another setting; or
-            its value is wrong.
+        OptionError: An option doesn't exist (the message names close matches), this service has another
+            setting for it, or its value is wrong.
     """
     arguments: list[str] = []
     overrides: list[Override] = []
@@ -127,17 +127,17 @@ def read_options(words: Sequence[str], own: Iterable[str]) -> tuple[list[str], l
 
 
 def _split(word: str) -> tuple[str, str, str]:
-    """Return the name of an option as it is written, "=" if there is a value behind it, and that value."""
+    """Split a word into an option's name as written, "=" if a value follows in the word, and that value."""
     if level := re.fullmatch(r"-O=?(.+)", word):
         return "--optimization-level", "=", level[1]
     return word.partition("=")
 
 
 def _find(written: str, own: Iterable[str]) -> tuple[Option, bool]:
-    """Return the option that has a form, and whether the form negates it.
+    """Return the option with a form, and whether the form negates the option.
 
     Raises:
-        OptionError: None has.
+        OptionError: No option has this form.
     """
     forms = _forms()
     if written == "-O":
@@ -157,16 +157,16 @@ def _forms() -> Mapping[str, Option]:
 
 
 def _next(rest: list[str], written: str) -> str:
-    """Take the value of an option from the words behind it."""
+    """Remove and return the value of an option, the next word."""
     if not rest or rest[0].startswith("--"):
         raise OptionError(f"{written} needs a value: {written} VALUE")
     return rest.pop(0)
 
 
 def _words(option: Option, rest: list[str], written: str) -> list[str]:
-    """Take the words of an option's value: all up to the next option, if it takes several."""
+    """Remove and return the words of an option's value: one word, or all up to the next option."""
     found = [_next(rest, written)]
-    # vLLM reads a JSON list from one word here.
+    # vLLM reads a JSON list from one word.
     if option.several and option.name != "allowed_origins" and not found[0].startswith("["):
         while rest and not rest[0].startswith("-"):
             found.append(rest.pop(0))
@@ -179,7 +179,7 @@ def _put(section: dict[str, Any], key: str, text: str, written: str) -> None:
     for part in outer:
         section = section.setdefault(part, {})
         if not isinstance(section, dict):
-            raise OptionError(f"{written}: {part} has a value of its own already")
+            raise OptionError(f"{written}: {part} already has a value")
     if key.endswith("+"):
         section[last] = [*section.get(last, []), *text.split(",")]
     else:
@@ -187,7 +187,7 @@ def _put(section: dict[str, Any], key: str, text: str, written: str) -> None:
 
 
 def _moved(option: Option, texts: list[str], written: str) -> Override | None:
-    """Return the setting of this service that an option of vLLM's server becomes; None: it becomes none."""
+    """Return this service's setting for an option of vLLM's server; None if there is none."""
     match option.name:
         case "lora_modules":
             return Override("model", ("adapters",), [_adapter(text, written) for text in texts])
@@ -196,26 +196,24 @@ def _moved(option: Option, texts: list[str], written: str) -> Override | None:
             return Override("args", ("ingress", "allow_origins"), origins)
         case name if name in PATHS:
             if len(texts) > 1:
-                raise OptionError(
-                    f"{written}: one name, not {len(texts)}: the service knows a model by its `id`"
-                )
+                raise OptionError(f"{written}: one name, not {len(texts)}: a model has one name, its `id`")
             return _override(PATHS[name], texts[0], written)
     return None
 
 
 def _adapter(text: str, written: str) -> dict[str, str]:
-    """Return the adapter that `NAME=PATH`, or a JSON object with name and path, stands for."""
+    """Return the adapter from `NAME=PATH`, or from a JSON object with name and path."""
     try:
         fields = json.loads(text) if text.startswith("{") else None
         name, path = (str(fields["name"]), str(fields["path"])) if fields else text.split("=", 1)
     except (ValueError, KeyError, TypeError):
         raise OptionError(f"{written}: write NAME=PATH, not {text!r}") from None
-    # An adapter's source is absolute, since each replica reads it.
+    # The source is absolute, since replicas with another working directory read it.
     return {"id": name, "source": str(Path(path).absolute()) if Path(path).is_dir() else path}
 
 
 def _engine_texts(option: Option, texts: list[str], written: str) -> Override:
-    """Return the option of the engine that words set."""
+    """Return the engine option for the words of its value."""
     if not option.several:
         return _engine(option.name, texts[0], written)
     if len(texts) == 1 and (texts[0].startswith("[") or "str" in option.types):
@@ -224,12 +222,12 @@ def _engine_texts(option: Option, texts: list[str], written: str) -> Override:
 
 
 def check(overrides: Iterable[Override]) -> None:
-    """Check the values of a model's settings and of the args, before they are used for sums.
+    """Check the user's values for the model and the args, before the memory sums use them.
 
     Raises:
-        OptionError: A line per mistake.
+        OptionError: A value is wrong; the message has a line per mistake.
     """
-    # What a generated config has, and the schema requires.
+    # Fields that the schema requires; a generated config has them too.
     args: dict[str, Any] = {"batches": {"folder": "~/batches"}}
     model: dict[str, Any] = {"id": "model", "source": "model"}
     for override in overrides:
@@ -247,7 +245,7 @@ def check(overrides: Iterable[Override]) -> None:
 
 
 def _known_options() -> Mapping[str, Option]:
-    """Return the options of `vllm serve` by name; without vLLM those that are checked here."""
+    """Return the options of `vllm serve` by name; without vLLM only the options known to this project."""
     checked = {}
     for name, field in EngineSettings.model_fields.items():
         if name != "extra":
@@ -258,7 +256,7 @@ def _known_options() -> Mapping[str, Option]:
 
 
 def _engine(name: str, value: Any, written: str) -> Override:
-    """Return an option of the engine that was set; those that aren't checked here belong under `extra`.
+    """Return an engine option with a value; options unknown to `EngineSettings` go under `extra`.
 
     Raises:
         OptionError: The value is wrong.
@@ -274,7 +272,7 @@ def _engine(name: str, value: Any, written: str) -> Override:
 
 
 def _value_of(option: Option, text: str, written: str) -> Any:
-    """Return the value of an option's text, as vLLM's parser takes it."""
+    """Return the value of an option's text, read as by vLLM's parser."""
     field = EngineSettings.model_fields.get(option.name)
     kinds = _kinds(field.annotation) if field else []
     if option.name == "max_model_len" and text.lower() == "auto":
@@ -311,7 +309,7 @@ def _check_value(schema: type[BaseModel], place: Sequence[str], value: Any, writ
     """Check a value of Ray Serve's part of the config.
 
     Raises:
-        OptionError: It is wrong.
+        OptionError: The value is wrong.
     """
     if len(place) == 1:
         field = schema.model_fields[place[0]]
@@ -325,13 +323,13 @@ def _check_value(schema: type[BaseModel], place: Sequence[str], value: Any, writ
 
 
 def _root(parts: Sequence[str], written: str) -> tuple[Part, tuple[str, ...], type[BaseModel]]:
-    """Return the part of the config that a path names, the place in it, and its schema."""
+    """Return the part of the config for a path, the keys within the part, and its schema."""
     head, *rest = parts
     if head in ("http", "deployment"):
         from ray.serve.schema import DeploymentSchema, HTTPOptionsSchema
 
         if not rest:
-            raise OptionError(f"{written}: a section; name a value in it, as in http.port=8001")
+            raise OptionError(f"{written}: a section; name one of its values, as in http.port=8001")
         if head == "http":
             return "http", tuple(rest), HTTPOptionsSchema
         return "deployment", tuple(rest), DeploymentSchema
@@ -343,7 +341,7 @@ def _root(parts: Sequence[str], written: str) -> tuple[Part, tuple[str, ...], ty
 
 
 def _annotation(schema: type[BaseModel], place: Sequence[str], written: str) -> Any:
-    """Return the type of a setting; None: anything.
+    """Return the type of a setting; None if any type is allowed.
 
     Raises:
         OptionError: There is no such setting.
@@ -368,7 +366,7 @@ def _unknown_key(written: str, key: str, names: Iterable[str]) -> str:
 
 
 def _kinds(annotation: Any) -> list[Any]:
-    """Return the types that an annotation allows, without None and what pydantic adds."""
+    """Return the types that an annotation allows, without None and pydantic's metadata."""
     origin = typing.get_origin(annotation)
     if origin is typing.Annotated:
         return _kinds(typing.get_args(annotation)[0])
@@ -378,7 +376,7 @@ def _kinds(annotation: Any) -> list[Any]:
 
 
 def _value(text: str, annotation: Any, written: str) -> Any:
-    """Return the value of a text: YAML, but text where only text is allowed."""
+    """Return the value of a text: parsed as YAML, unless only text is allowed."""
     kinds = _kinds(annotation) if annotation is not None else []
     if text and kinds == [str] and text != "null":
         return text
@@ -386,7 +384,7 @@ def _value(text: str, annotation: Any, written: str) -> Any:
 
 
 def _yaml(text: str, written: str) -> Any:
-    """Return the value of a text that is YAML, and so may be JSON."""
+    """Return the value of a YAML text, which may be JSON."""
     try:
         return load(text)
     except NotYAMLError as error:

@@ -17,15 +17,15 @@ HOST, PORT = "127.0.0.1", 8000
 
 ONE_PROCESS = Noted(
     "vllm.v1.executor.uniproc_executor.UniProcExecutor",
-    "The model runs in the engine's own process. vLLM's default on a CPU is a second process; the two poll "
-    "each other, which takes half of two cores.",
+    "The model runs in the engine's own process. vLLM's default on a CPU is a second process; both poll each "
+    "other, which takes half of two cores.",
 )
 """`distributed_executor_backend` on a CPU."""
 
 
 @dataclass
 class ServiceParts:
-    """What differs between the services of one model.
+    """The parts that differ between services of one model.
 
     Attributes:
         head: Comment at the top of the config.
@@ -33,8 +33,8 @@ class ServiceParts:
         source: Hugging Face id, directory, or saturate://demo.
         engine: Options of the engine.
         sampling: Defaults of /generate.
-        offline: All its files are on this machine.
-        folder: Name of the folder of its batches.
+        offline: Whether all files of the model are on this machine.
+        folder: Name of the folder for batches.
         ingress: Options of the Ingress deployment.
         deployment: Options of the Engine deployment.
     """
@@ -93,8 +93,8 @@ class ServeConfig:
 
 
 def serve_config(service: ServiceParts) -> ServeConfig:
-    """Return the config of a service; no part of it is shared with the service."""
-    # A value that is set in a config would change `ONE_PROCESS` for all later ones.
+    """Return the config of a service; it shares no objects with the service."""
+    # Without a copy, a value set in this config would change `ONE_PROCESS` in all later configs.
     service = deepcopy(service)
     model: Section = {
         **described(LLMSettings, id=service.id, source=service.source),
@@ -129,8 +129,8 @@ def described(settings: type[BaseModel], **values: Any) -> Section:
     """Return settings as a section, each with its description as the comment.
 
     Args:
-        settings: Their model.
-        values: Their values; ... stands for the default.
+        settings: The model class of the settings.
+        values: Values by name; `...` stands for the default.
     """
     fields = settings.model_fields
     return {
@@ -140,7 +140,7 @@ def described(settings: type[BaseModel], **values: Any) -> Section:
 
 
 def _args(folder: str) -> Section:
-    """Return the args beside the models."""
+    """Return the args of the application, without the models."""
     return {
         "ingress": Noted(
             described(IngressSettings, max_body_bytes=..., body_timeout_s=..., max_prompts=..., max_n=...),
@@ -152,6 +152,6 @@ def _args(folder: str) -> Section:
         ),
         "batches": Noted(
             described(BatchesSettings, folder=f"~/.local/share/saturate/{folder}"),
-            "Files and batches (/v1/files, /v1/batches), which survive a restart. Left out: there are none.",
+            "Files and batches (/v1/files, /v1/batches), which survive a restart. Left out: no batches.",
         ),
     }

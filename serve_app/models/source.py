@@ -1,4 +1,4 @@
-"""What the argument of `saturate serve` names: a config, the demo, a directory, or a model of the hub."""
+"""The argument of `saturate serve`: a config, the demo, a directory, or a model of the hub."""
 
 import re
 from collections.abc import Callable
@@ -14,7 +14,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def is_config(name: str) -> bool:
-    """Return whether an argument names a Serve config: a file, or a name that ends like one."""
+    """Return whether an argument names a Serve config: a file, or a name with the suffix of YAML."""
     return Path(name).suffix.lower() in CONFIG_SUFFIXES or Path(name).is_file()
 
 
@@ -24,10 +24,10 @@ def read_source(name: str, revision: str | None, hub: Callable[[], Hub]) -> Mode
     Args:
         name: A directory, or a Hugging Face id.
         revision: Branch, tag or commit of the hub; None: the main branch.
-        hub: Makes the client of the hub, if one is needed.
+        hub: Creates the client of the hub if needed.
 
     Raises:
-        ModelError: There is no such model, or its files say too little.
+        ModelError: There is no such model, or its files are incomplete.
     """
     path = below_home(name)
     if name and path.is_dir():

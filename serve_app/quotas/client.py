@@ -1,8 +1,8 @@
-"""The quotas on the side of an Engine: what it has taken ahead, and what its calls reserve of that.
+"""The quotas in an Engine: the amounts taken ahead, and the reservations of its calls.
 
-A call reserves the most that it may use before it runs, and is charged what it has used when it ends. While
-the amounts that the Engine has taken ahead cover a call, nothing is awaited. Otherwise the call waits for the
-answer to a report, which asks for more; only when the limits have nothing left it is refused.
+A call reserves the most that it may use before it runs, and is charged for its use when it ends. A call that
+the amounts taken ahead cover doesn't wait. Otherwise the call waits for the answer to a report, which asks
+for more; it is refused only if the limits have nothing left.
 """
 
 import asyncio
@@ -31,25 +31,25 @@ from serve_app.system.waiting import wait_for_event
 logger = logging.getLogger("ray.serve")
 
 POLL_S = 0.2
-"""Seconds between two reports while something changes: other Engines wait as long for what is free here."""
+"""Seconds between two reports during changes: other Engines wait as long for amounts that are free here."""
 
 REST_S = 2.0
 """Seconds between two reports while calls run and nothing changes."""
 
 RECALL_S = 0.05
-"""Seconds to the next report while a call waits for what others give back."""
+"""Seconds to the next report while a call waits for other Engines to give amounts back."""
 
 MOST_S = 1.0
-"""Seconds that a call waits for that, at most."""
+"""Most seconds that a call waits for other Engines to give amounts back."""
 
 START_S = 15.0
-"""Seconds for the first answer, at least: the service may start at the same time as this process."""
+"""Least timeout of the first answer, in seconds: the service may start at the same time as this process."""
 
 RETRY_S = 0.25
 """Seconds between two tries while the service doesn't answer."""
 
 LEAST_RETRY_S = 0.1
-"""Least time after which a call is told to try again, in seconds."""
+"""Least Retry-After of a refused call, in seconds."""
 
 _HEADERS = [
     (kind, [f"x-ratelimit-{value}-{kind}".encode() for value in ("limit", "remaining", "reset")])
@@ -61,17 +61,17 @@ class QuotaStore(Protocol):
     """The service that keeps the counters."""
 
     async def take(self, report: HolderReport) -> HolderAnswer:
-        """Take a report over, and return what was granted."""
+        """Apply a report, and return the grants."""
 
     async def rows_of(self, holder: str) -> int | None:
-        """Return the rows of the ledger whose use a process has reported; None: it is not known."""
+        """Return the number of ledger rows whose use a process has reported; None: the process is unknown."""
 
     async def settle(self, holder: str, charges: tuple[Charge, ...]) -> None:
         """Settle for a process that has died."""
 
 
 class _Waiting:
-    """A call that the amounts here don't cover."""
+    """A call that waits, since the amounts here don't cover it."""
 
     __slots__ = ("asked", "future", "limits", "since", "tokens")
 
@@ -89,8 +89,8 @@ class QuotaClient:
     Args:
         settings: The treatment of calls while the service is away.
         store: The service.
-        name: Name of this process, unique and never used again: that of its ledger, if it has one.
-        rows: Returns the rows of the ledger that are written, as far as `Reservation.written` was called.
+        name: Name of this process, unique and never used again: the name of its ledger, if it has a ledger.
+        rows: Returns the number of ledger rows for which `Reservation.written` was called.
         clock: Monotonic clock, in seconds.
         wall: Seconds since the epoch.
     """
@@ -109,7 +109,7 @@ class QuotaClient:
         self._store = store
         self._holder = Holder(name, clock, rows, self._given_back)
         self._monotonic = clock
-        # While the service is away, a jump of the wall clock begins no window anew.
+        # While the service is away, a jump of the wall clock must not begin a new window.
         self._clock = WindowClock(wall, clock)
         self._table = ""
         self._tenants: dict[str, Quota] = {}
@@ -122,13 +122,13 @@ class QuotaClient:
         self._resting = True
 
     def start(self) -> None:
-        """Begin to report, on the running loop. Further calls do nothing."""
+        """Start reporting, on the running loop. Further calls do nothing."""
         if self._running is None:
             self._wake = asyncio.Event()
             self._running = asyncio.get_running_loop().create_task(self._run())
 
     async def stop(self) -> None:
-        """Report a last time, so that nothing stays reserved, and no more."""
+        """Stop after a last report, so that nothing stays reserved."""
         if self._running is None:
             return
         self._running.cancel()
@@ -137,12 +137,12 @@ class QuotaClient:
             async with asyncio.timeout(self._settings.away_s):
                 await self._store.take(self._holder.report())
         except Exception as error:
-            # The service settles for this process when it has not reported for a while.
+            # The service settles for this process once its reports are overdue.
             logger.debug("quotas: the last report failed: %r", error)
 
     @property
     def away(self) -> bool:
-        """True if the service has not answered for `away_s`, or not in its time to start."""
+        """True if the service has not answered for `away_s`, or within its time to start."""
         since = self._failing_since
         return since is not None and self._monotonic() - since >= self._patience_s
 
@@ -155,7 +155,7 @@ class QuotaClient:
 
         Args:
             tenant: Its tenant.
-            quota: The quota of its key, if it has one.
+            quota: The quota of its key; None: the key has no quota.
         """
         return quota is not None or not self._known or tenant in self._tenants
 
@@ -168,10 +168,10 @@ class QuotaClient:
             tenant: Its tenant.
             tokens: Most tokens that it may take, of prompts and answers.
             key: The name of its key.
-            quota: The quota of the key, if it has one.
+            quota: The quota of the key; None: the key has no quota.
 
         Returns:
-            The reservation, which has to be settled; None: the call has no quota.
+            The reservation, which must be settled; None: the call has no quota.
 
         Raises:
             RequestError: 429, a limit doesn't allow it now; 400, it never will; 503, the service is away.
@@ -193,7 +193,7 @@ class QuotaClient:
         try:
             return await waiting.future
         except asyncio.CancelledError:
-            # It may have been granted in the same moment.
+            # The call may have been granted at the same moment.
             if waiting.future.done() and not waiting.future.cancelled() and not waiting.future.exception():
                 waiting.future.result().settle(0, request=False)
             raise
@@ -219,14 +219,14 @@ class QuotaClient:
 
         Args:
             name: Its name.
-            charges: Returns the use in its rows from a number on.
+            charges: Returns the use in its rows from a row number on.
         """
         rows = await self._store.rows_of(name)
         if rows is not None:
             await self._store.settle(name, await charges(rows))
 
     def _given_back(self) -> None:
-        """Serve calls that wait, or have the service told: a call has given something back."""
+        """Serve waiting calls, or wake the reports, after a call has given something back."""
         if self._waiting:
             self._serve()
             self._report_soon()
@@ -234,7 +234,7 @@ class QuotaClient:
             self._changed()
 
     def _changed(self) -> None:
-        """Have the service told in a moment."""
+        """Wake the reports after a change."""
         if self._resting and self._wake is not None:
             self._wake.set()
 
@@ -252,13 +252,13 @@ class QuotaClient:
         return found
 
     def _take_away(self, limits: Sequence[HeldCounter], tokens: int) -> Reservation:
-        """Reserve while the service is away, if the settings say so: it learns of all when it is back."""
+        """Reserve while the service is away, if the settings allow it; a later report has all of it."""
         if self._settings.when_away == "fail_closed":
             raise away_error(self._patience_s)
         return self._holder.take_beyond(limits, tokens, self._clock.now())
 
     def _serve(self) -> None:
-        """Give the waiting calls what the amounts here cover, in their order."""
+        """Serve the waiting calls that the amounts here cover, in order."""
         left = []
         for waiting in self._waiting:
             if waiting.future.done():
@@ -270,7 +270,7 @@ class QuotaClient:
         self._waiting = left
 
     def _refuse(self) -> None:
-        """Refuse the waiting calls for which there is nothing, here or elsewhere."""
+        """Refuse the waiting calls for which nothing is left, here or in other Engines."""
         now = self._monotonic()
         left = []
         for waiting in self._waiting:
@@ -295,7 +295,7 @@ class QuotaClient:
     async def _run(self) -> None:
         assert self._wake is not None
         while True:
-            # Calls that come while a report is under way belong to the next one.
+            # Calls that arrive during a report belong to the next report.
             self._due = False
             self._wake.clear()
             try:
@@ -305,10 +305,10 @@ class QuotaClient:
             await self._until_due(self._pause_s())
 
     async def _until_due(self, seconds: float) -> None:
-        """Wait for so long, for less if a call takes something, and no longer if a report is due at once."""
+        """Wait for some seconds: fewer once a call takes something, and none if a report is due at once."""
         assert self._wake is not None
         began = self._monotonic()
-        # While a report comes soon, no call has to wake this task.
+        # If a report comes soon, calls need not wake this task.
         self._resting = seconds > POLL_S
         while not self._due and (left := began + seconds - self._monotonic()) > 0:
             if await wait_for_event(self._wake, left) or self._wake.is_set():
@@ -335,7 +335,7 @@ class QuotaClient:
             async with asyncio.timeout(self._settings.away_s):
                 answer = await self._store.take(report._replace(table=self._table))
         except (Exception, asyncio.CancelledError) as error:
-            # The service is away, or starts again; what it raises, Ray Serve has logged there with its stack.
+            # The service is away, or restarts; Ray Serve logs its exceptions there, with their stack.
             if cancellation.is_own():
                 raise
             self._fail(sent_at, error)
@@ -344,7 +344,7 @@ class QuotaClient:
             logger.info("quotas: the service answers again")
             self._failing_since = None
         if answer.gone:
-            logger.warning("quotas: this process was taken for dead, and goes on")
+            logger.warning("quotas: this process counted as dead, and continues under a new name")
             self._due = True
         elif answer.tenants is not None:
             self._tenants, self._table = answer.tenants, answer.table
@@ -373,7 +373,7 @@ class QuotaClient:
                 waiting.future.set_exception(refusal)
 
     async def _first_answer(self) -> None:
-        """Wait for the quotas of tenants, as long as the service isn't away."""
+        """Wait for the quotas of tenants while the service isn't away."""
         self.start()
         while not self._known and not self.away:
             self._report_soon()
@@ -421,7 +421,7 @@ class RemoteStore:
 
 
 def _check_fits(limits: Iterable[HeldCounter], tokens: int) -> None:
-    """Raise if a call can never have its tokens.
+    """Raise an error if a call can never have its tokens.
 
     Raises:
         RequestError: 400, with the name of the limit.
@@ -444,7 +444,7 @@ def _refusal(limits: HeldCounter, tokens: int, now: float) -> RequestError:
     states = limits.remaining(now)
     if not states:
         return away_error(MOST_S)
-    # Of the limits that leave too little, the last one to leave enough counts.
+    # Of the limits with too little left, the limit that is the last to have enough counts.
     short = [found for found in states if found[1] < amount] or [min(states, key=lambda found: found[1])]
     seconds, (state, left, _) = max(
         ((_wait_s(limits, *found, amount), found) for found in short), key=lambda pair: pair[0]
@@ -460,8 +460,8 @@ def _refusal(limits: HeldCounter, tokens: int, now: float) -> RequestError:
 def _wait_s(limits: HeldCounter, state: LimitState, left: int, ends_in_s: float, amount: int) -> float:
     """Return the seconds after which a call is likely to fit.
 
-    Calls that run give back the unused part of what they have reserved, evenly over their usual time; at its
-    end a window has everything.
+    Running calls give back the unused part of their reservations, evenly over their usual time; a new window
+    has its whole limit.
     """
     back = float(state.reserved)
     if limits.counter.kind != "slots":
@@ -473,13 +473,13 @@ def _wait_s(limits: HeldCounter, state: LimitState, left: int, ends_in_s: float,
 
 
 def away_error(seconds: float) -> RequestError:
-    """Return the error of a call while the service has not answered for some seconds: 503."""
+    """Return the error of a call while the service has not answered for `seconds`: 503."""
     message = f"The quotas of this service have not answered for {seconds:g} s. Try again."
     return RequestError(503, "service_unavailable", message, retry_after_s=max(1.0, seconds))
 
 
 def _duration(seconds: float) -> bytes:
-    """Return a time as OpenAI's headers have it: 6m0s, 2s, 20ms."""
+    """Return a time in the format of OpenAI's headers: 6m0s, 2s, 20ms."""
     if seconds < 1:
         return b"%dms" % max(1, math.ceil(seconds * 1000))
     return _whole_seconds(math.ceil(seconds))

@@ -1,9 +1,9 @@
-"""The counters of all quotas: what is used of each limit, and what the Engines hold of it.
+"""The counters of all quotas: the used amount of each limit, and the amounts that Engines hold.
 
-It decides and does nothing else: no clock, no thread, no I/O. A holder is a process that spends: an Engine.
-It takes amounts ahead of its requests, and tells in each report what it has used and what it still holds of
-them. Both count, in every window, until a later report says less. A report states sums and no changes, so a
-report or an answer that is lost, repeated or late changes no sum: the next report puts it right.
+This module only decides: it has no clock, thread or I/O. A holder is a process that spends: an Engine. A
+holder takes amounts ahead of its requests, and each of its reports states the amounts that it has used and
+still holds. Both count, in every window, until a later report states less. A report states sums, not changes,
+so the next report corrects the effect of a report or an answer that is lost, repeated or late.
 """
 
 import json
@@ -22,7 +22,7 @@ LIMITS: Mapping[Kind, Mapping[str, Span | None]] = {
     "requests": {"requests_per_minute": "minute"},
     "slots": {"max_concurrency": None},
 }
-"""The limits of a `Quota` by what they count, and their windows; slots have none."""
+"""The limits of a `Quota` by kind, and their windows; slots have no window."""
 
 SPANS: Mapping[Kind, tuple[Span | None, ...]] = {
     kind: tuple(limits.values()) for kind, limits in LIMITS.items()
@@ -35,24 +35,24 @@ SILENT_S = 30.0
 """Seconds without a report after which the slots of a holder are free again."""
 
 GONE_S = 120.0
-"""Seconds without a report after which a holder counts as gone, and all that it holds as used.
+"""Seconds without a report after which a holder counts as gone, and its held amounts as used.
 
-Where there is a ledger, others settle for it before that, by its rows."""
+With a ledger, other processes settle for the holder earlier, by its rows."""
 
 ASKED_S = 3.0
-"""Seconds without a report after which nothing that a holder has is waited for."""
+"""Seconds without a report after which no call waits for the amounts of a holder."""
 
 SHORT_S = 1.0
-"""Seconds for which holders give back what is free after a need that could not be met."""
+"""Seconds for which holders give back free amounts after a need that could not be met."""
 
 FORGOTTEN_S = 3600.0
-"""Seconds after which a key that no holder reports is forgotten, and a name that is gone may come again."""
+"""Seconds after which a key that no report names is forgotten, and a gone holder's name is free again."""
 
 SWEEP_S = 10.0
 
 
 class Counter(NamedTuple):
-    """The thing that is counted of one key or tenant.
+    """The counted kind of one key or tenant.
 
     Attributes:
         subject: `key NAME` or `tenant NAME`.
@@ -69,9 +69,9 @@ class Account(NamedTuple):
     Attributes:
         counter: The counter.
         minute: The first second of the minute, since the epoch; `ALWAYS` for slots.
-        used: The amount that is used for good.
-        held: The amount that requests in flight have reserved, and what is free.
-        free: The part of it that no request has reserved.
+        used: The amount that is finally used.
+        held: The amount that requests in flight have reserved, and the free amount.
+        free: The part of `held` that no request has reserved.
     """
 
     counter: Counter
@@ -87,8 +87,8 @@ class Ask(NamedTuple):
     Attributes:
         counter: The counter.
         need: The amount that waiting requests lack.
-        least: The amount that is enough for the smallest of them; less than this is of no use.
-        want: The amount that is of use soon.
+        least: The amount that is enough for the smallest waiting request; less is useless.
+        want: The amount that will be useful soon.
     """
 
     counter: Counter
@@ -103,11 +103,11 @@ class HolderReport(NamedTuple):
     Attributes:
         holder: Its name, unique and never used again.
         number: Number of the report, from 1 on.
-        accounts: All accounts with something held, and those that are new since the last answer.
-        asks: What it asks for.
-        keys: Quotas of the keys among them, by subject.
+        accounts: All accounts with a held amount, and all accounts that are new since the last answer.
+        asks: The amounts that it asks for.
+        keys: Quotas of the keys in `asks`, by subject.
         table: Version of the tenants' quotas that it knows.
-        rows: Rows of the ledger that it has written; their use is in the accounts.
+        rows: Number of ledger rows that it has written; their use is in the accounts.
     """
 
     holder: str
@@ -127,7 +127,7 @@ class LimitState(NamedTuple):
         limit: The limit.
         remaining: The amount that is neither used nor reserved.
         reserved: The amount that requests in flight have reserved.
-        ends_in_s: Seconds to the end of its window; infinity: it has none.
+        ends_in_s: Seconds to the end of its window; infinity: it has no window.
     """
 
     name: str
@@ -145,8 +145,8 @@ class Grant(NamedTuple):
         minute: The minute that the amount is for.
         amount: The amount that was taken for the holder.
         ends_in_s: Seconds for which the holder may spend it.
-        pending: Whether other holders are going to give back what the need lacks.
-        short: Whether somebody lacks some: holders give back what is free, and take nothing ahead.
+        pending: Whether other holders will give back the missing amount.
+        short: Whether some holder lacks an amount: holders give back free amounts, and take nothing ahead.
         states: The states of the limits.
     """
 
@@ -163,10 +163,10 @@ class HolderAnswer(NamedTuple):
     """The answer to a report.
 
     Attributes:
-        grants: What was granted, for each thing that was asked for and has a limit.
+        grants: A grant for each `Ask` that has a limit.
         table: Version of the tenants' quotas.
         tenants: The quotas of all tenants, if the holder knows another version.
-        gone: The holder counts as gone: others have settled for it. It goes on under another name.
+        gone: The holder counts as gone: other processes have settled for it. It continues under a new name.
     """
 
     grants: tuple[Grant, ...] = ()
@@ -231,15 +231,16 @@ class Counters:
     """The counters.
 
     Args:
-        state: What `take_changes` returned, over all earlier processes.
+        state: The changes that `take_changes` has returned, over all earlier processes.
         at: Time on a monotonic clock, in seconds: holders of the state count as seen now.
 
     Attributes:
         last_seen: The latest time of a report, in seconds since the epoch.
-        urgent: Something was granted or settled since `take_changes`: no answer may leave before it is saved.
+        urgent: Something was granted or settled since `take_changes`, and must be saved before any answer
+            leaves.
 
     Raises:
-        ValueError: The state is that of something else.
+        ValueError: The state is not a state of quotas.
     """
 
     def __init__(self, state: Mapping[str, str], at: float) -> None:
@@ -261,10 +262,10 @@ class Counters:
         self._tenants, self._table = dict(quotas), version
 
     def take(self, report: HolderReport, now: float, at: float) -> HolderAnswer:
-        """Take a report over, and grant what it asks for as far as all limits allow.
+        """Apply a report, and grant its asks as far as all limits allow.
 
         Args:
-            report: The report. A report that is older than another one of its holder changes nothing.
+            report: The report. A report older than the holder's last report changes nothing.
             now: Seconds since the epoch; never less than in an earlier call.
             at: Time on the monotonic clock, in seconds.
         """
@@ -278,7 +279,8 @@ class Counters:
         holder.number, holder.rows, holder.seen_at = report.number, report.rows, at
         self._changed.add(("holder", report.holder))
         for subject, quota in report.keys:
-            # Replicas read a new file at different times: the one that has seen it last must not undo it.
+            # Replicas read a new file at different times: a replica with the old file must not undo the new
+            # quota.
             known = self._keys.get(subject)
             if known is None or holder.keys.get(subject) != quota:
                 holder.keys[subject], known = quota, (quota, at)
@@ -289,7 +291,8 @@ class Counters:
             listed.add(place)
             self._set(report.holder, holder, place, account.used, account.held, account.free, now)
         for place in [place for place in holder.accounts if place not in listed]:
-            # The answer with its last grant was lost, or it is settled: its use stays in the totals.
+            # The answer with the account's last grant was lost, or the account is settled: its use stays in
+            # the totals.
             self._drop(report.holder, holder, place, now)
         grants = [grant for ask in report.asks if (grant := self._grant(report.holder, holder, ask, now, at))]
         return HolderAnswer(
@@ -297,16 +300,16 @@ class Counters:
         )
 
     def rows_of(self, holder: str) -> int | None:
-        """Return the rows of the ledger whose use a holder has reported; None: it is not known."""
+        """Return the number of ledger rows whose use a holder has reported; None: the holder is unknown."""
         found = self._holders.get(holder)
         return None if found is None else found.rows
 
     def settle(self, name: str, charges: tuple[Charge, ...], now: float, at: float) -> None:
-        """Settle for a holder that has died: charge what it has used, and free the rest of what it holds.
+        """Settle for a holder that has died: charge its use, and free the rest of its held amounts.
 
         Args:
             name: The holder.
-            charges: Its use beyond its last report, of which it held at least as much.
+            charges: Its use since its last report, at most the amounts that it held.
             now: Seconds since the epoch.
             at: Time on the monotonic clock, in seconds.
         """
@@ -365,18 +368,18 @@ class Counters:
         elif (entry.used, entry.held, entry.free) == (used, held, free):
             return
         self._charge(place, used + held - entry.used - entry.held, now)
-        # Once it knows of the answer, a holder may forget an account of which it holds nothing.
+        # Once a holder has the answer, it may forget an account without a held amount.
         self.urgent = self.urgent or not held
         entry.used, entry.held, entry.free = used, held, free
         self._changed.add(("account", name, *place[0], str(place[1])))
 
     def _drop(self, name: str, holder: _Holder, place: tuple[Counter, int], now: float) -> None:
-        """Forget an account: its use stays in the totals, and what it holds is free again."""
+        """Forget an account: its use stays in the totals, and its held amount is free again."""
         self._charge(place, -holder.accounts.pop(place).held, now)
         self._changed.add(("account", name, *place[0], str(place[1])))
 
     def _charge(self, place: tuple[Counter, int], amount: int, now: float) -> None:
-        """Add to the windows that a minute is in, as far as they are not over."""
+        """Add to those windows of a minute that are not over."""
         counter, minute = place
         if not amount:
             return
@@ -432,7 +435,7 @@ class Counters:
         )
         given = min(ask.need, room)
         if given < ask.least:
-            # A part of a request is of no use here, and may be the rest of another one elsewhere.
+            # A part of a request is useless here, and may complete a request of another holder.
             given = 0
         sharing = [
             (other, entry)
@@ -445,7 +448,7 @@ class Counters:
             self._short[counter] = at
         short = at - self._short.get(counter, float("-inf")) <= SHORT_S
         if not lacks and not short:
-            # A share of what is left, so that the holders together never take all of it ahead.
+            # A share of the rest, so that the holders together never take the whole rest ahead.
             given += min(ask.want, (room - given) // (2 * (1 + len(sharing))))
         if given:
             entry = holder.accounts.get(place, _Entry())
@@ -474,14 +477,14 @@ class Counters:
     # Ended windows and silent holders
 
     def _sweep(self, now: float, at: float) -> None:
-        """Free what silent holders have, and forget what belongs to windows that are over."""
+        """Free the amounts of silent holders, and forget windows that are over."""
         if at - self._swept_at < SWEEP_S:
             return
         self._swept_at = at
         for name, holder in list(self._holders.items()):
             silent_s = at - holder.seen_at
             if silent_s > GONE_S:
-                # The use of its calls is not known; it is at most the amount that the holder had.
+                # The use of its calls is unknown, and at most the amount that the holder had.
                 for place, entry in holder.accounts.items():
                     if place[1] != ALWAYS:
                         self._set(name, holder, place, entry.used + entry.held, 0, 0, now)
@@ -537,7 +540,7 @@ class Counters:
                     ends_at = float("inf") if span is None else window_at(span, starts_at).ends_at
                     self._totals[subject, thing, span] = _Total(starts_at, ends_at, charged)
                 case _:
-                    raise ValueError(f"a {kind} is no part of it")
+                    raise ValueError(f"it has an unknown {kind}")
 
 
 def _minute(kind: Kind, now: float) -> tuple[int, float]:

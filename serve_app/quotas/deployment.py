@@ -12,14 +12,14 @@ from serve_app.system.serve_logging import flush_warnings
 
 
 class Quotas:
-    """Quotas of keys and tenants. One replica: one process keeps the counters.
+    """Quotas of keys and tenants. It has one replica, since one process keeps the counters.
 
     Args:
         settings: The config's `args`, with `usage.quotas`.
 
     Raises:
-        StateError: The database can't be used.
-        SettingsError: The file of quotas is wrong.
+        QuotaStateError: The database can't be used.
+        SettingsError: The file of quotas is invalid.
     """
 
     # Serve awaits a constructor that is a coroutine.
@@ -27,7 +27,7 @@ class Quotas:
         flush_warnings()
         quotas = settings.usage.quotas
         assert quotas is not None
-        # A database is imported only where quotas are kept.
+        # Import the database's package only where quotas are kept.
         from serve_app.quotas.service import QuotaService, place_of
 
         self._service = QuotaService(quotas, place_of(quotas, settings.batches))
@@ -42,11 +42,11 @@ class Quotas:
         collect_rarely()
 
     async def take(self, report: HolderReport) -> HolderAnswer:
-        """Take the report of an Engine, and return what it may spend."""
+        """Apply the report of an Engine, and return the amounts that it may spend."""
         return await self._service.take(report)
 
     async def rows_of(self, holder: str) -> int | None:
-        """Return the rows of the ledger whose use a process has reported; None: it is not known."""
+        """Return the number of ledger rows whose use a process has reported; None: the process is unknown."""
         return await self._service.rows_of(holder)
 
     async def settle(self, holder: str, charges: tuple[Charge, ...]) -> None:
@@ -70,7 +70,7 @@ class Quotas:
         return QuotasStats(holders=self._service.holders, limits=limits).body()
 
     async def check_health(self) -> None:
-        """Raise if the quotas aren't kept any more, so that Serve replaces this replica."""
+        """Raise an error if the quotas are no longer kept, so that Serve replaces this replica."""
         self._service.check()
 
     async def __del__(self) -> None:

@@ -1,9 +1,9 @@
-"""The amounts that an Engine has taken of its quotas ahead, and the reservations of its calls, without I/O.
+"""The amounts of quotas that an Engine has taken ahead, and the reservations of its calls, without I/O.
 
     held = free + reserved (by calls that run) + ended (their rows are not written yet)
 
-Held and used amounts count in every window. So that a crash charges no call twice or never, a call
-counts as used when its row of the ledger is written, and the report says how many rows these are.
+Held and used amounts count in every window. A call counts as used when its row of the ledger is written, and
+the report states the number of these rows, so that after a crash each call is charged exactly once.
 """
 
 import math
@@ -30,10 +30,10 @@ AHEAD_S = 1.0
 """Seconds of use that are taken ahead."""
 
 ASKS_S = 2.0
-"""Seconds after its last use in which a counter is asked for, so that its states are known."""
+"""Seconds after its last use in which reports ask for a counter, so that its states are known."""
 
 IDLE_S = 60.0
-"""Seconds after which a counter that nobody uses is forgotten here."""
+"""Seconds after which an unused counter is forgotten here."""
 
 LATEST = 0.1
 """Weight of the latest call in moving means."""
@@ -46,7 +46,7 @@ Told = dict[tuple[Counter, int], tuple[int, int, int]]
 
 @dataclass(slots=True, eq=False)
 class _Account:
-    """The amounts that are taken of a counter in one minute."""
+    """The amounts taken of a counter in one minute."""
 
     minute: int
     used: int = 0
@@ -85,18 +85,18 @@ class HeldCounter:
 
     @property
     def spent(self) -> int:
-        """The amount that calls have taken in the current minute, for good or not."""
+        """The amount that calls have taken in the current minute, used or reserved."""
         return self.current.used + self.current.reserved + self.current.ended
 
     def amount(self, tokens: int) -> int:
-        """Return what a call with so many tokens takes."""
+        """Return the amount that a call with `tokens` tokens takes."""
         return tokens if self.is_tokens else 1
 
     def covers(self, amount: int, now: float) -> bool:
         return now < self.ends_at and self.current.free >= amount
 
     def open(self, now: float, wall: float) -> None:
-        """Have an account to take from, which no grant has opened."""
+        """Open an account to take from, without a grant."""
         self._retire(now)
         if self.ends_at > NEVER:
             return
@@ -107,7 +107,7 @@ class HeldCounter:
             self.current, self.ends_at = _Account(window.starts_at), now + window.ends_at - wall
 
     def ask(self, amounts: Sequence[int], now: float, elapsed: float) -> Ask | None:
-        """Return what the next report asks for; None: nothing.
+        """Return the ask of the next report; None: it asks for nothing.
 
         Args:
             amounts: The amounts of the calls that wait.
@@ -115,13 +115,13 @@ class HeldCounter:
             elapsed: Seconds since the last report.
         """
         self._retire(now)
-        # Calls that wait have it reported many times a second: no use in a short time tells a rate.
+        # With waiting calls, reports come many times a second, too short a time to measure a rate.
         self.rate += (1 - math.exp(-elapsed / AHEAD_S)) * (self.taken / elapsed - self.rate)
         self.taken = 0
         ahead = 0 if self.short else math.ceil(self.rate * AHEAD_S)
         needed, current = sum(amounts), self.current
-        # A free amount beyond the use of a second is of more use elsewhere. Where calls of several processes
-        # lack some, each process gives its part back, so that one of the calls gets enough.
+        # A free amount beyond the use of a second is more useful elsewhere. If calls of several processes
+        # lack amounts, each process gives its part back, so that one call gets enough.
         current.free = 0 if self.pending else min(current.free, ahead + needed)
         if not amounts and now - self.used_at > ASKS_S:
             current.free = 0
@@ -131,7 +131,7 @@ class HeldCounter:
         return Ask(self.counter, need, least, max(0, ahead + needed - current.free - need))
 
     def _retire(self, now: float) -> None:
-        """Take nothing more from an account whose minute is over."""
+        """Retire the current account if its minute is over."""
         if now >= self.ends_at > NEVER:
             self._put_away()
 
@@ -141,7 +141,7 @@ class HeldCounter:
         self.current, self.ends_at = _Account(ALWAYS), NEVER
 
     def remaining(self, now: float) -> list[tuple[LimitState, int, float]]:
-        """Return each limit with what remains of it now, and the seconds to the end of its window."""
+        """Return each limit with its remaining amount, and the seconds to the end of its window."""
         since = now - self.states_at
         found = []
         for state in self.states:
@@ -151,7 +151,7 @@ class HeldCounter:
         return found
 
     def apply(self, grant: Grant, sent_at: float) -> None:
-        """Take over what was granted by the answer to a report.
+        """Apply a grant in the answer to a report.
 
         Args:
             grant: The grant.
@@ -160,7 +160,7 @@ class HeldCounter:
         if self.ends_at == NEVER or grant.minute != self.current.minute:
             if self.ends_at > NEVER:
                 self._put_away()
-            # The minute of the service ends a little later than it seemed here.
+            # The minute of the service ends a little later than estimated here.
             found = next((one for one in self.past if one.minute == grant.minute), None)
             if found is not None:
                 self.past.remove(found)
@@ -176,8 +176,8 @@ class Reservation:
 
     Args:
         holder: The holder of the amounts.
-        parts: Each counter, the account that it was taken from, and the amount.
-        tokens: The tokens that are reserved.
+        parts: Each counter, the account that the amount was taken from, and the amount.
+        tokens: The reserved tokens.
         began: Time of the reservation.
     """
 
@@ -195,11 +195,11 @@ class Reservation:
 
     @property
     def minute(self) -> int:
-        """The minute that it was taken from."""
+        """The minute of the reserved amounts."""
         return max((account.minute for _, account, _ in self._parts), default=ALWAYS)
 
     def settle(self, tokens: int, *, request: bool) -> None:
-        """Charge what the call has used, and give back the rest. Again does nothing.
+        """Charge the use of the call, and give back the rest. A second call does nothing.
 
         Args:
             tokens: Tokens of prompts and answers.
@@ -225,7 +225,7 @@ class Reservation:
         self._holder.given_back()
 
     def written(self) -> None:
-        """Note that the call's row is written: from then on a crash of this process changes nothing of it."""
+        """Note that the call's row is written: a later crash of this process doesn't change the charge."""
         for account, used in self._charged:
             account.ended -= used
             account.used += used
@@ -238,7 +238,7 @@ class Holder:
     Args:
         name: Its name, unique and never used again.
         clock: Monotonic clock, in seconds.
-        rows: Returns the rows of the ledger that are written, as far as `Reservation.written` was called.
+        rows: Returns the number of ledger rows for which `Reservation.written` was called.
         given_back: Called when a call has given something back.
     """
 
@@ -274,14 +274,14 @@ class Holder:
                 yield found
 
     def take(self, limits: Sequence[HeldCounter], tokens: int) -> Reservation | None:
-        """Reserve a call from what is free; None: that doesn't cover it."""
+        """Reserve a call from the free amounts; None: they don't cover it."""
         now = self.clock()
         if not all(one.covers(one.amount(tokens), now) for one in limits):
             return None
         return self._reserve(limits, tokens, now)
 
     def take_beyond(self, limits: Sequence[HeldCounter], tokens: int, wall: float) -> Reservation:
-        """Reserve a call from what is free and beyond it, while the service is away.
+        """Reserve a call from the free amounts and beyond, while the service is away.
 
         Args:
             limits: The counters of the call.
@@ -306,7 +306,7 @@ class Holder:
         return Reservation(self, parts, tokens, now)
 
     def report(self, waiting: Sequence[tuple[Sequence[HeldCounter], int]] = ()) -> HolderReport:
-        """Return the report that is due.
+        """Return the next report.
 
         Args:
             waiting: The counters and the tokens of each call that waits.
@@ -339,17 +339,17 @@ class Holder:
         )
 
     def apply(self, answer: HolderAnswer, sent_at: float) -> None:
-        """Take over the answer to the last report.
+        """Apply the answer to the last report.
 
         Args:
-            answer: The answer. The answer to an earlier report must not come here.
-            sent_at: When the report was made.
+            answer: The answer. It must not be the answer to an earlier report.
+            sent_at: Time of the report.
         """
         if answer.gone:
             self._begin_anew()
             return
         self._told = self._sent
-        # First the grants: they may open an account again that was put away a moment too early.
+        # Grants come first: they may reopen an account that was retired a moment too early.
         for grant in answer.grants:
             if (found := self._limits.get(grant.counter)) is not None:
                 found.apply(grant, sent_at)
@@ -362,7 +362,7 @@ class Holder:
 
     @property
     def changed(self) -> bool:
-        """True if the service doesn't know all, or something free is to be used or given back."""
+        """True if the service lacks a change, or a free amount is to be used or given back."""
         for limits in self._limits.values():
             for account in (limits.current, *limits.past):
                 told = self._told.get((limits.counter, account.minute), (0, 0, 0))
@@ -371,18 +371,18 @@ class Holder:
         return False
 
     def give_up(self) -> None:
-        """Keep nothing free."""
+        """Give up all free amounts."""
         for limits in self._limits.values():
             limits.current.free = 0
 
     def set_tenants(self, subjects: dict[str, Quota]) -> None:
-        """Take over the quotas of all tenants, by subject."""
+        """Set the quotas of all tenants, by subject."""
         for limits in self._limits.values():
             if limits.counter.subject.startswith("tenant "):
                 limits.set_quota(subjects.get(limits.counter.subject, Quota()))
 
     def _begin_anew(self) -> None:
-        """Go on under another name: this process has stood still, and others have settled for it."""
+        """Continue under a new name: this process has stood still, and others have settled for it."""
         self.name = f"{self.name.partition('+')[0]}+{uuid4().hex[:8]}"
         self._number = 0
         self._told = {}

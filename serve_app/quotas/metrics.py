@@ -20,13 +20,13 @@ States = Mapping[str, tuple[LimitState, ...]]
 class QuotaMetrics:
     """Records the used share of each limit, periodically.
 
-    The keys and tenants that use most of a limit have series of their own; the fullest of the others is
-    recorded for all of them.
+    The keys and tenants with the highest shares have their own series; the highest share of all others is one
+    series.
 
     Args:
         states: Returns the states of all limits, by subject.
-        most: Most subjects with series of their own.
-        meters: Instruments of `catalogue.QUOTAS`; None: Ray's.
+        most: Most subjects with their own series.
+        meters: Instruments of `catalogue.QUOTAS`; None: Ray's instruments.
     """
 
     def __init__(self, states: Callable[[], States], most: int, meters: Meters | None = None) -> None:
@@ -41,7 +41,7 @@ class QuotaMetrics:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     def stop(self) -> None:
-        """Report no more."""
+        """Stop reporting."""
         if self._task is not None:
             self._task.cancel()
 
@@ -61,7 +61,7 @@ class QuotaMetrics:
                 fullest[place] = max(fullest.get(place, 0.0), share)
         for (label, limit), share in fullest.items():
             self._meters.record(catalogue.QUOTA_USED, share, label, limit)
-        # A gauge keeps its last value: nothing is used of a limit that is gone.
+        # A gauge keeps its last value, so limits that are gone are set to 0.
         for label, limit in self._recorded.difference(fullest):
             self._meters.record(catalogue.QUOTA_USED, 0.0, label, limit)
         self._recorded = set(fullest)

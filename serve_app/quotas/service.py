@@ -20,23 +20,23 @@ from serve_app.system.waiting import wait_for_event
 logger = logging.getLogger("ray.serve")
 
 SAVE_S = 1.0
-"""Seconds after which changes are saved that no answer waits for."""
+"""Seconds after which changes are saved if no answer waits for them."""
 
 REFRESH_S = 2.0
-"""Seconds between two looks at the file of quotas."""
+"""Seconds between two checks of the file of quotas."""
 
 FOLDER = "quotas"
-"""Folder of the state inside that of the batches."""
+"""Folder of the state inside the folder of the batches."""
 
 _HELD = "tenants"
-"""Key of the text of the file of quotas that holds."""
+"""Key of the last valid text of the file of quotas."""
 
 
 class QuotaService:
     """The counters of all quotas, kept in a database.
 
-    An answer that grants something leaves when the grant is saved. Reports that come meanwhile are saved
-    together. What is only used or given back is saved a little later: holders report it again.
+    An answer with a grant leaves once the grant is saved. Reports that arrive meanwhile are saved together.
+    Used amounts and amounts given back are saved a little later, since holders report them again.
 
     Args:
         settings: Quotas of tenants.
@@ -44,11 +44,11 @@ class QuotaService:
         wall: Seconds since the epoch.
         monotonic: Seconds of a clock that never jumps.
         beside: Runs a function that blocks, with its arguments, beside the event loop.
-        refresh_s: Seconds between two looks at the file of quotas.
+        refresh_s: Seconds between two checks of the file of quotas.
 
     Raises:
-        StateError: The database fails, or keeps something else than quotas.
-        SettingsError: The file of quotas is wrong, and no earlier process has read it.
+        QuotaStateError: The database fails, or its content is not a state of quotas.
+        SettingsError: The file of quotas is invalid, and no earlier process has read it.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class QuotaService:
             self._counters = Counters(stored, monotonic())
         except (ValueError, TypeError) as error:
             raise QuotaStateError(
-                f"{state.place}: this is not the state of quotas ({error}). Restore it, or remove it: "
-                "all windows then begin anew."
+                f"{state.place}: this is not the state of quotas ({error}). Restore it, or remove it: all "
+                "windows then begin at zero."
             ) from error
         self._clock = WindowClock(wall, monotonic, self._counters.last_seen)
         self._pending: dict[str, str | None] = {}
@@ -86,7 +86,7 @@ class QuotaService:
         self._taken_over: TakenOverError | None = None
 
     def start(self) -> None:
-        """Begin to save, and to look at the file of quotas, on the running loop."""
+        """Start saving, and checking the file of quotas, on the running loop."""
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._save_on()), loop.create_task(self._refresh_on())]
 
@@ -94,7 +94,7 @@ class QuotaService:
         """Take a report and return the answer; see `Counters.take`.
 
         Raises:
-            StateError: The database fails: nothing was granted.
+            QuotaStateError: The database fails: nothing was granted.
         """
         self.check()
         answer = self._counters.take(report, self._clock.now(), self._monotonic())
@@ -102,7 +102,7 @@ class QuotaService:
         return answer
 
     async def rows_of(self, holder: str) -> int | None:
-        """Return the rows of the ledger whose use a holder has reported; None: it is not known."""
+        """Return the number of ledger rows whose use a holder has reported; None: the holder is unknown."""
         self.check()
         return self._counters.rows_of(holder)
 
@@ -110,14 +110,14 @@ class QuotaService:
         """Settle for a holder that has died; see `Counters.settle`.
 
         Raises:
-            StateError: The database fails.
+            QuotaStateError: The database fails.
         """
         self.check()
         self._counters.settle(holder, charges, self._clock.now(), self._monotonic())
         await self._saved()
 
     async def _saved(self) -> None:
-        """Return when all that an answer may tell of is saved: a grant of this call, or of one before."""
+        """Return once every grant in an answer is saved: the grants of this call, and of calls before it."""
         if self._counters.urgent:
             self._unsaved = True
         if self._unsaved or self._saving:
@@ -136,7 +136,8 @@ class QuotaService:
         return self._counters.holders(self._monotonic())
 
     def check(self) -> None:
-        """Raise if this service can't go on: another process has taken over, or its tasks have failed."""
+        """Raise an error if this service can't continue: another process has taken over, or a task has
+        failed."""
         if self._taken_over is not None:
             raise self._taken_over
         for task in self._tasks:
@@ -144,9 +145,9 @@ class QuotaService:
                 task.result()
 
     async def close(self) -> None:
-        """Save what has changed, and close the database."""
-        # The one that saves ends by itself: when a task is cancelled its thread goes on, beside the last save
-        # and behind the end of the database.
+        """Save the changes, and close the database."""
+        # The saving task ends by itself: if it were cancelled, its thread would run on, beside the last save
+        # and after the database is closed.
         self._closing = True
         self._wake.set()
         for task in self._tasks[1:]:
@@ -158,7 +159,7 @@ class QuotaService:
         self._state.close()
 
     async def save(self) -> None:
-        """Save what has changed, and let the answers leave that wait for it."""
+        """Save the changes, and release the answers that wait for them."""
         waiting, self._waiting = self._waiting, []
         changes = self._pending | self._counters.take_changes()
         self._pending = {}
@@ -209,10 +210,10 @@ class QuotaService:
 
 
 def place_of(quotas: QuotasSettings, batches: BatchesSettings | None) -> State:
-    """Return the database of the quotas: their own, or else that of the batches.
+    """Return the database of the quotas: their own, or else the database of the batches.
 
     Raises:
-        StateError: It can't be used.
+        QuotaStateError: It can't be used.
         SettingsError: The environment has no URL.
     """
     if quotas.folder is not None:

@@ -1,7 +1,7 @@
 """Databases that keep the state of the quotas: texts by key, in SQLite, PostgreSQL or Redis.
 
-One process at a time has the state. The next one that loads it takes it over, and the earlier one can't save
-any more: after a lost connection to a node, two may run for a while.
+One process at a time owns the state. A process that loads the state takes it over, and the earlier process
+can no longer save: after a lost connection to a node, two processes may run for a while.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ CONNECT_S = 10
 
 
 class QuotaStateError(Exception):
-    """The database fails, or can't be reached. Nothing is known of a save that was under way."""
+    """The database fails, or can't be reached. A save in progress may have succeeded or failed."""
 
 
 class TakenOverError(QuotaStateError):
@@ -40,15 +40,15 @@ class TakenOverError(QuotaStateError):
 
 
 class State(Protocol):
-    """Texts by key. The methods may be called in any thread, one at a time; all raise a StateError."""
+    """Texts by key. The methods may be called in any thread, one at a time; all raise a QuotaStateError."""
 
     place: str
 
     def load(self) -> dict[str, str]:
-        """Return all texts, and take over from the process that has loaded them before."""
+        """Return all texts, and take over from the process that loaded them before."""
 
     def save(self, changes: Mapping[str, str | None]) -> None:
-        """Set or delete (None) texts: all or none of them, durably.
+        """Set or delete (None) texts, atomically and durably.
 
         Raises:
             TakenOverError: Another process has loaded the state since.
@@ -64,7 +64,7 @@ _STATES = {
     name: Table(name, _METADATA, Column("key", Text, primary_key=True), Column("value", Text, nullable=False))
     for name in ("quotas", "saturate_quotas")
 }
-"""The table in SQLite, and in PostgreSQL, where others may have the same database."""
+"""The table in SQLite, and in PostgreSQL, where other programs may share the database."""
 
 
 class SQLState:
@@ -87,7 +87,7 @@ class SQLState:
             with self._engine.begin() as db:
                 self._table.create(db, checkfirst=True)
                 if self._engine.dialect.name == "postgresql":
-                    # One after the other, from the first process on.
+                    # Processes load one after the other, from the first process on.
                     db.exec_driver_sql(f"LOCK TABLE {self._table.name} IN EXCLUSIVE MODE")
                 state: dict[str, str] = dict(tuple(row) for row in db.execute(select(self._table)))
                 self._epoch = _epoch(self.place, state.pop(EPOCH, 0)) + 1
@@ -103,7 +103,7 @@ class SQLState:
             with self._engine.begin() as db:
                 query = select(table.c.value).where(table.c.key == EPOCH).with_for_update(read=True)
                 found = db.execute(query).scalar()
-                # Without it somebody has emptied the table.
+                # Without an epoch, the table was emptied.
                 if found is None or int(found) != self._epoch:
                     raise TakenOverError(f"{self.place}: another process keeps these quotas now")
                 self._set(db, changes)
@@ -119,7 +119,7 @@ class SQLState:
         keys = [{"name": key} for key in changes]
         rows = [{"key": key, "value": value} for key, value in changes.items() if value is not None]
         if keys:
-            # Both dialects would write an upsert in words of their own.
+            # The upsert syntax differs between both dialects.
             db.execute(table.delete().where(table.c.key == bindparam("name")), keys)
         if rows:
             db.execute(table.insert(), rows)
@@ -133,7 +133,7 @@ class RedisState:
 
     Args:
         url: URL of the server.
-        client: Its client; None: that of the package `redis`.
+        client: Its client; None: a client of the package `redis`.
     """
 
     HASH = "saturate:quotas"
@@ -145,7 +145,7 @@ class RedisState:
         for i = 3 + 2 * kept, #ARGV do redis.call('HDEL', KEYS[1], ARGV[i]) end
         return 1
     """
-    """Changes all or nothing, unless another process has taken over. Redis runs a script in one piece."""
+    """Applies all changes, or none if another process has taken over. Redis runs a script atomically."""
 
     def __init__(self, url: str, client: Any = None) -> None:
         try:
@@ -165,7 +165,7 @@ class RedisState:
     def load(self) -> dict[str, str]:
         """Return all texts, and take over."""
         try:
-            # First the number: then nothing that is read here can change behind it.
+            # The number comes first: from then on no other process can change the texts that are read here.
             self._epoch = str(self._redis.hincrby(self.HASH, EPOCH, 1))
             state: dict[str, str] = dict(self._redis.hgetall(self.HASH))
         except self._error as error:
@@ -200,7 +200,7 @@ def open_state(folder: Path | None, url: str | None) -> State:
     """Return the database of a URL; without one, SQLite in the folder.
 
     Raises:
-        StateError: It can't be used, or its package is missing.
+        QuotaStateError: It can't be used, or its package is missing.
     """
     if url is None:
         assert folder is not None
@@ -240,11 +240,11 @@ def _postgres(url: str) -> SQLState:
             make_url(url).set(drivername="postgresql+psycopg"),
             pool_size=1,
             max_overflow=0,
-            # A connection that broke is opened again.
+            # A broken connection is opened again.
             pool_pre_ping=True,
             connect_args={
                 "connect_timeout": CONNECT_S,
-                # A server that hangs must not hold up this process for good.
+                # A server that hangs must not block this process forever.
                 "options": "-c statement_timeout=30000 -c idle_in_transaction_session_timeout=60000",
                 "application_name": "saturate-quotas",
                 "keepalives_idle": 10,
@@ -256,5 +256,5 @@ def _postgres(url: str) -> SQLState:
         raise QuotaStateError(
             "usage.quotas.database needs psycopg: pip install 'saturate[postgres]'"
         ) from None
-    # Without the password.
+    # The name leaves out the password.
     return SQLState(engine, f"postgresql://{parts.hostname or ''}{parts.path}")

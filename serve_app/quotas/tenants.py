@@ -1,4 +1,4 @@
-"""Quotas of tenants: those of the config, and a file that is read again when it changes."""
+"""Quotas of tenants, from the config and from a file that is read again when it changes."""
 
 import hashlib
 import logging
@@ -52,11 +52,11 @@ class TenantQuotas:
 
     Args:
         settings: Their sources.
-        held: The text that `held` was in the last process; None: there was none.
+        held: The value of `held` in the last process; None: no earlier process.
 
     Attributes:
         quotas: The quotas, by tenant.
-        held: The text of the file that holds; None: there is no file.
+        held: The last valid text of the file; None: there is no file.
 
     Raises:
         SettingsError: The file can't be read, and no earlier process has read it.
@@ -75,18 +75,18 @@ class TenantQuotas:
             if held is None:
                 raise
             logger.error("the quotas of tenants stay as they were: %s", error)
-            self.quotas = {**self._fixed, **read_quotas(held, "the quotas that held")}
+            self.quotas = {**self._fixed, **read_quotas(held, "the last valid quotas")}
 
     @property
     def version(self) -> str:
-        """A name for these quotas, the same in every process."""
+        """A hash of the quotas, the same in every process."""
         text = "".join(f"{name}\0{quota!r}\0" for name, quota in sorted(self.quotas.items()))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def refresh(self) -> bool:
-        """Read the file again if it has changed; return whether other quotas hold now.
+        """Read the file again if it has changed; return whether the quotas were replaced.
 
-        They stay as they were if it can't be read.
+        If the file can't be read, the last valid quotas stay in force.
         """
         if self._file is None or not self._file.look():
             return False
@@ -98,7 +98,7 @@ class TenantQuotas:
         except Exception:
             self._file.unread()
             raise
-        logger.info("read the quotas of tenants again: %d hold now", len(self.quotas))
+        logger.info("read the quotas of tenants again: there are %d now", len(self.quotas))
         return True
 
     def _load(self) -> None:

@@ -1,4 +1,4 @@
-"""Calendar windows in UTC, sums of what is used in them, and a clock that never goes back."""
+"""Calendar windows in UTC, and a clock that never goes back."""
 
 from calendar import monthrange
 from collections.abc import Callable
@@ -11,10 +11,10 @@ MINUTE_S = 60
 DAY_S = 86_400
 
 STEP_S = 1.0
-"""Seconds by which the wall clock may run ahead and is followed at once: its ordinary corrections."""
+"""Most seconds of a jump ahead of the wall clock that is followed at once, as an ordinary correction."""
 
 SETTLED_S = 60.0
-"""Seconds after which a jump ahead is taken for the right time. One that is undone before changes nothing."""
+"""Seconds after which a jump ahead counts as the right time. A jump that is undone before changes nothing."""
 
 
 class CalendarWindow(NamedTuple):
@@ -23,7 +23,7 @@ class CalendarWindow(NamedTuple):
     Attributes:
         span: Its length.
         starts_at: Its first second, since the epoch.
-        ends_at: The first second behind it.
+        ends_at: The first second after it.
     """
 
     span: Span
@@ -32,7 +32,7 @@ class CalendarWindow(NamedTuple):
 
 
 def window_at(span: Span, at: float) -> CalendarWindow:
-    """Return the window that holds a time, in seconds since the epoch."""
+    """Return the window that contains a time, in seconds since the epoch."""
     if span != "month":
         length = MINUTE_S if span == "minute" else DAY_S
         starts_at = int(at // length) * length
@@ -43,11 +43,12 @@ def window_at(span: Span, at: float) -> CalendarWindow:
 
 
 class WindowClock:
-    """Seconds since the epoch, for windows: they never go back, and one jump of the wall clock moves nothing.
+    """Seconds since the epoch, for windows: they never go back, and brief jumps of the wall clock have no
+    effect.
 
-    The time follows the wall clock. Where that jumps ahead, it runs on by the monotonic clock, and follows
-    when the jump has lasted for `SETTLED_S`. Where the wall clock is behind, it runs at half speed until both
-    agree: so it never stands still, and no window comes twice.
+    The time follows the wall clock. If the wall clock jumps ahead, the time runs by the monotonic clock until
+    the jump has lasted for `SETTLED_S`. If the wall clock is behind, the time runs at half speed until both
+    agree: it never stands still, and no window comes twice.
 
     Args:
         wall: Seconds since the epoch.

@@ -15,10 +15,10 @@ from serve_app.settings.fields import ServedId, Strict
 from serve_app.settings.sources import DEMO_FOLDER, DEMO_MODEL
 
 SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf", "https")
-"""Schemes of URLs that adapters are read from.
+"""Schemes of URLs that adapters may be read from.
 
-fsspec knows many more: with them an administrator of the models could reach hosts inside the network, and
-archives that unpack into memory.
+fsspec supports many more, through which an administrator of the models could reach hosts inside the network,
+and archives that unpack into memory.
 """
 
 
@@ -54,17 +54,18 @@ class AdapterSettings(Strict):
         ),
     )
     pinned: Flag = Field(
-        default=False, description="It keeps its slot in the engine, whatever else is asked for."
+        default=False,
+        description="Keep the adapter's slot in the engine, even when requests need other adapters.",
     )
 
     @property
     def name(self) -> str:
-        """The last part of the source: what clients may see of it."""
+        """The last part of the source, which clients may see."""
         return self.source.rstrip("/").rpartition("/")[2]
 
     @property
     def root(self) -> str:
-        """The source as clients see it: without the directories or the bucket that it is in."""
+        """The source as clients see it: without its directories or bucket."""
         private = "://" in self.source or self.source.startswith(("/", "~"))
         return self.name if private else self.source
 
@@ -84,7 +85,7 @@ def adapters_by_id(model: str, adapters: Sequence[AdapterSettings]) -> dict[str,
         adapters: The adapters.
 
     Raises:
-        ValueError: Two have the same id.
+        ValueError: Two adapters have the same id.
     """
     found: dict[str, AdapterSettings] = {}
     for number, adapter in enumerate(adapters):
@@ -96,19 +97,19 @@ def adapters_by_id(model: str, adapters: Sequence[AdapterSettings]) -> dict[str,
 
 
 MAX_SLOTS = 8
-"""Adapters in one batch of an engine, at most, unless `max_loras` says otherwise."""
+"""The largest default of `max_loras`, the adapters in one batch of an engine."""
 
 LATER_SLOTS = 4
-"""The least of it where adapters may come while the service runs."""
+"""The smallest default of `max_loras` where adapters may be loaded while the service runs."""
 
 MAX_CPU_SLOTS = 64
 
 
 def check_pinned(slots: int, adapters: Iterable[AdapterSettings]) -> None:
-    """Raise a ValueError if pinned adapters leave no slot to others."""
+    """Raise a ValueError if pinned adapters leave no free slot."""
     pinned = sum(adapter.pinned for adapter in adapters)
     if pinned and pinned >= slots:
         raise ValueError(
-            f"adapters: {pinned} are pinned, and the engine has {slots} slots (engine.max_loras), of which "
-            "one has to stay free; pin fewer, or raise max_loras"
+            f"adapters: {pinned} are pinned, and the engine has {slots} slots (engine.max_loras); one slot "
+            "must stay free; pin fewer, or raise max_loras"
         )

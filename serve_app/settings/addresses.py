@@ -1,7 +1,7 @@
-"""IP addresses and ranges of them: the range that a setting names, and the address of a client.
+"""IP addresses and ranges: the ranges in settings, and the address of a client.
 
 A proxy in front of the service is the peer of every connection. It appends the address that it saw to
-`X-Forwarded-For`; what stands to the left of it came from the client, which may write anything.
+`X-Forwarded-For`; the entries to the left of it came from the client, which may write anything.
 """
 
 import re
@@ -17,7 +17,7 @@ from serve_app.api.headers import Headers
 Address = IPv4Address | IPv6Address
 
 MAX_HOPS = 32
-"""Most proxies between a client and this service; a longer list is no path that exists."""
+"""Most proxies between a client and this service; no real path is longer."""
 
 _MAX_TEXT = 64
 """Most characters of an address with brackets and a port."""
@@ -32,8 +32,8 @@ def _network(value: object) -> IPv4Network | IPv6Network:
         return value
     if not isinstance(value, str):
         raise ValueError("must be a range of addresses in quotes, such as '10.0.0.0/8' or '2001:db8::/32'")
-    # Without the value, which may be a key in the wrong place.
-    wrong = "must be an address or a range of them, such as 10.0.0.0/8 or 2001:db8::/32"
+    # The message leaves out the value, which may be a key in the wrong place.
+    wrong = "must be an address or a range of addresses, such as 10.0.0.0/8 or 2001:db8::/32"
     if "%" in value:
         raise ValueError(wrong)
     try:
@@ -41,9 +41,9 @@ def _network(value: object) -> IPv4Network | IPv6Network:
     except ValueError:
         raise ValueError(wrong) from None
     if ip_address(value.partition("/")[0]) != network.network_address:
-        raise ValueError(f"{value!r} has bits behind its prefix; the range is written {network}")
+        raise ValueError(f"{value!r} has bits after its prefix; the range is written {network}")
     if isinstance(network, IPv6Network) and network.subnet_of(_IPV4_IN_IPV6):
-        # A client with such an address counts as one of IPv4.
+        # A client with such an address counts as an IPv4 client.
         raise ValueError(f"{value!r} is a range of IPv4; write it as such")
     return network
 
@@ -88,19 +88,19 @@ def is_loopback(host: str) -> bool:
 
 
 def read_address(text: str) -> Address | None:
-    """Return the address that a text names, with or without a port; None: it names none.
+    """Return the address in a text, with or without a port; None if there is no address.
 
-    An IPv4 address in IPv6's notation is returned as IPv4: a socket for both has such peers.
+    An IPv4 address in IPv6 notation is returned as IPv4: a dual-stack socket reports such peers.
     """
-    # A cache of what clients send keeps short texts only.
+    # Clients send these texts, so the cache keeps short texts only.
     return _read(text) if len(text) <= _MAX_TEXT else None
 
 
 def client_address(peer: str | None, headers: Headers, trusted: Networks) -> Address | None:
-    """Return the address of a request's client; None: it can't be told.
+    """Return the address of a request's client; None if it is unknown.
 
-    From the connection's peer on, each trusted proxy names the one before it, in `X-Forwarded-For` from the
-    right. The first one that isn't trusted is the client: what stands to the left of it is its own word.
+    From the connection's peer on, each trusted proxy names the hop before it, in `X-Forwarded-For` from the
+    right. The first hop that isn't trusted is the client: the entries to its left are the client's own.
 
     Args:
         peer: Address of the connection's other end; None: unknown.
@@ -119,7 +119,7 @@ def client_address(peer: str | None, headers: Headers, trusted: Networks) -> Add
         address = read_address(hop.decode("latin-1").strip())
         if address is None or address not in trusted:
             return address
-    # A list of trusted proxies alone begins with one that is a client itself.
+    # If all hops are trusted proxies, the first of the list is the client.
     return address if len(hops) <= MAX_HOPS else None
 
 

@@ -23,12 +23,12 @@ def _database(url: str) -> str:
 
 
 class BatchesSettings(Strict):
-    """Files and batches of OpenAI's API, in a deployment of their own, `Batches`."""
+    """Files and batches of OpenAI's API, in their own deployment, `Batches`."""
 
     folder: Folder = Field(
         description=(
-            "Directory of the state and the contents, on a volume that outlives the node; it is "
-            "created if missing. One service has it at a time."
+            "Directory of the state and the contents, on a volume that outlives the node; it is created if "
+            "missing. Only one service may use it at a time."
         )
     )
     content: FolderOrURL | None = Field(
@@ -55,19 +55,19 @@ class BatchesSettings(Strict):
     max_batches: Positive = Field(
         default=10_000,
         description=(
-            "Most batches of a tenant; the oldest that ended are deleted, with their results, for new ones."
+            "Most batches of a tenant; for a new batch the oldest ended batch is deleted with its results."
         ),
     )
     retention_s: Annotated[int, Field(strict=True, ge=3600)] = Field(
         default=30 * DAY_S,
         description=(
-            "Seconds after which a file is deleted, if its upload doesn't say, and a batch, from the "
-            "end of its window on."
+            "Seconds after which a file is deleted, unless its upload states a time; for a batch they count "
+            "from the end of its window."
         ),
     )
     max_result_bytes: Positive = Field(
         default=100 << 30,
-        description="Most bytes of all result files of a tenant; the oldest are deleted beyond it.",
+        description="Most bytes of all result files of a tenant; beyond it the oldest files are deleted.",
     )
     max_rows_in_flight: Positive = Field(
         default=1024, description="Most rows at the engines of one model at once."
@@ -75,8 +75,8 @@ class BatchesSettings(Strict):
     deadlines: Literal["warn", "refuse"] = Field(
         default="warn",
         description=(
-            "What becomes of a new batch whose completion window surely doesn't hold: `warn` says so "
-            "in its `warnings`, `refuse` answers 400 with the shortest window that holds."
+            "Treatment of a new batch that surely can't end within its completion window: `warn` adds a note "
+            "to its `warnings`, `refuse` answers 400 with the shortest possible window."
         ),
     )
 
@@ -98,13 +98,15 @@ class BatchesSettings(Strict):
 
 
 class BatchLimits(Strict):
-    """Limits of an API key on files and batches, in place of those of `BatchesSettings`."""
+    """Limits of an API key on files and batches, in place of the limits in `BatchesSettings`."""
 
     max_file_bytes: Positive | None = Field(default=None, description="Largest upload.")
     max_tenant_bytes: Positive | None = Field(
-        default=None, description="Most bytes of all uploads of its tenant when it adds one."
+        default=None,
+        description="Most bytes of all uploads of its tenant, checked when the key adds an upload.",
     )
     max_lines: Positive | None = Field(default=None, description="Most rows of a batch.")
     max_open_batches: Positive | None = Field(
-        default=None, description="Most batches of its tenant that haven't ended when it creates one."
+        default=None,
+        description="Most batches of its tenant that haven't ended, checked when the key creates a batch.",
     )

@@ -1,8 +1,8 @@
-"""Completion of a Serve config: what a short config leaves out.
+"""Completion of a Serve config with the variables that a short config leaves out.
 
 A complete config names the functions that set the environment (`serve_app.settings.environment`). A value
-that the config sets is kept. A variable that the controller and the replicas must agree on, and that the
-config sets for one of them, gets the same value for the other.
+that the config sets is kept. If the config sets a variable for the controller or the replicas alone, and both
+must have the same value, the value is copied.
 """
 
 import copy
@@ -16,7 +16,7 @@ from serve_app.settings.environment import CONTROLLER, DRAINING, OFFLINE, REPLIC
 from serve_app.settings.sources import DEMO_MODEL
 
 OWN_FUNCTIONS = "serve_app."
-"""Beginning of the `target` of functions that load no file from elsewhere."""
+"""Beginning of the `target` of this project's functions, which download no files."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Missing:
     """The variables that a config leaves out.
 
     Attributes:
-        controller: Those of `controller_options`.
-        applications: Those of the applications, by their place in the list.
+        controller: The variables of `controller_options`.
+        applications: The variables of the applications, by their place in the list.
     """
 
     controller: tuple[Variable, ...] = ()
@@ -36,7 +36,7 @@ class Missing:
 
 
 def missing_variables(config: JSON) -> Missing:
-    """Return the variables that a config leaves out; none if it has no application of this project.
+    """Return the variables that a config leaves out; empty if it has no application of this project.
 
     Args:
         config: A Serve config. A part of a wrong type counts as left out.

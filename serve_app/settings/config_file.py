@@ -1,4 +1,4 @@
-"""A Serve config as a file, and the parts of it that belong to this project: read without Ray."""
+"""Serve config files, and this project's parts in them, read without Ray."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,14 +12,14 @@ IMPORT_PATH = "serve_app.app:build"
 
 
 class ConfigFileError(ValueError):
-    """A file is no Serve config; the message begins with its path."""
+    """The file is not a Serve config; the message begins with its path."""
 
 
 def read_file(path: Path) -> JSON:
     """Return the content of a Serve config.
 
     Raises:
-        ConfigFileError: It can't be read, or is no Serve config.
+        ConfigFileError: The file can't be read, or is not a Serve config.
     """
     try:
         content = load(path.read_text())
@@ -42,7 +42,7 @@ def read_file(path: Path) -> JSON:
     return found
 
 
-# A part of a wrong type counts as left out: the schema tells it where it is checked.
+# A part of a wrong type counts as left out: the check against the schema reports it.
 
 
 def own_applications(config: JSON) -> dict[int, JSON]:

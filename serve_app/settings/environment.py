@@ -1,10 +1,9 @@
 """Environment of Serve's controller and of the replicas: each variable, its value and the reason for it.
 
-Ray Serve reads these variables when a process loads it. A config names a function for both places of its
-environment; Ray calls the function in each process before it loads Ray Serve, and the function sets the
-variables. `serve_app.ingress.haproxy.prepare` is the function of the controller and the proxies, `prepare`
-the function of the replicas. A variable that the config, or the environment of the machine, sets keeps its
-value.
+Ray Serve reads these variables when a process imports it. A config names two setup functions:
+`serve_app.ingress.haproxy.prepare` for the controller and the proxies, and `prepare` for the replicas. Ray
+calls the setup function in each process before Ray Serve is imported, and the function sets the variables. A
+variable that the config or the environment of the machine sets keeps its value.
 """
 
 import os
@@ -13,7 +12,7 @@ from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
 
 HOOK = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
-"""The variable that names the function. Ray has a public field for it for whole jobs only."""
+"""The variable that names the setup function. Ray's public field for it applies to whole jobs only."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class Variable:
     Attributes:
         name: Its name.
         value: Its value.
-        reason: What it does, and why it has this value; empty: see the variable before it.
+        reason: Its effect, and why it has this value; empty: see the variable before it.
     """
 
     name: str
@@ -38,13 +37,13 @@ CONTROLLER = Variable(
     "that the config doesn't set beside it.",
 )
 REPLICAS = Variable(HOOK, "serve_app.settings.environment.prepare", "The same for the replicas.")
-"""What a config has in `controller_options` and in each application."""
+"""The variables of a config: in `controller_options`, and in each application."""
 
 HAPROXY = Variable(
     "RAY_SERVE_ENABLE_HA_PROXY",
     "1",
-    "HTTP through HAProxy, handle calls over gRPC. Set all three: without HAProxy the second one moves all "
-    "HTTP to the head node.",
+    "HTTP through HAProxy, handle calls over gRPC. Set all three: without HAProxy the second variable moves "
+    "all HTTP to the head node.",
 )
 TRANSPORT = (
     HAPROXY,
@@ -56,8 +55,9 @@ TRANSPORT = (
 CONNECTIONS = Variable(
     "RAY_SERVE_HAPROXY_MAXCONN",
     "12000",
-    "Connections of a node's HAProxy, or as many as its open files allow (two for each). An address of "
-    "clients may have a quarter of them; name a proxy in front in SATURATE_HAPROXY_TRUSTED_PROXIES.",
+    "Most connections of a node's HAProxy, or fewer where its limit of open files (two for each connection) "
+    "is lower. A client address may have a quarter of them; name a proxy in front in "
+    "SATURATE_HAPROXY_TRUSTED_PROXIES.",
 )
 PROXY = (
     Variable(
@@ -68,15 +68,16 @@ PROXY = (
     Variable(
         "RAY_SERVE_HAPROXY_RETRY_ON",
         "conn-failure empty-response",
-        "If an Ingress replica dies before it answers, HAProxy sends the request to another one. It buffers "
-        "the body for that; a body above the buffer (RAY_SERVE_HAPROXY_TUNE_BUFSIZE, 16 KiB) is sent once.",
+        "If an Ingress replica dies before it answers, HAProxy sends the request to another replica. It "
+        "buffers the body for that; a body above the buffer (RAY_SERVE_HAPROXY_TUNE_BUFSIZE, 16 KiB) is sent "
+        "once.",
     ),
     Variable("RAY_SERVE_HAPROXY_RETRIES", "8"),
     Variable(
         "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT",
         "1",
         "A replica that refuses one connection gets no more until it passes health checks. An old HAProxy "
-        "process, which still serves the connections of before a change, then turns to Serve's own proxy.",
+        "process, which still serves connections from before a change, then uses Serve's own proxy.",
     ),
     Variable(
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S",
@@ -91,8 +92,9 @@ START_LIMITS = (
     Variable(
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S",
         "60",
-        "Seconds of a start, long enough for a busy machine: of Serve's proxy until it answers, three times "
-        "over, and of HAProxy until it listens. Ray Serve's own 5 s end a proxy that only starts slowly.",
+        "Start timeouts in seconds, long enough for a busy machine: of Serve's proxy until it answers, three "
+        "times over, and of HAProxy until it listens. Ray Serve's default of 5 s ends a proxy that only "
+        "starts slowly.",
     ),
     Variable("RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S", "120"),
     Variable(
@@ -101,7 +103,7 @@ START_LIMITS = (
         "Seconds that the proxy has for the answer to a health check.",
     ),
 )
-"""For the controller: the limits of Ray Serve for its proxy, longer."""
+"""For the controller: timeouts of Ray Serve's proxy, longer than Ray Serve's defaults."""
 
 RAY_START_LIMITS = {
     "RAY_raylet_start_wait_time_s": "120",
@@ -112,16 +114,16 @@ RAY_START_LIMITS = {
     "RAY_agent_register_timeout_ms": "300000",
     "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "180",
 }
-"""For the Ray that `saturate serve` starts: the limits of Ray's own processes, longer.
+"""For a Ray that `saturate serve` starts: timeouts of Ray's processes, longer than Ray's defaults.
 
 Ray gives the raylet 30 s, and a connection to its GCS 5 s, which a busy machine with two cores exceeds.
 """
 
 PATIENCE = 3
-"""Factor of these limits for a second try."""
+"""Factor on these timeouts for a second try."""
 
 PROXY_START_S = 300
-"""Seconds that `serve run` waits for Ray Serve's proxy in a second try; Ray Serve's own 60 s in the first."""
+"""Seconds that `serve run` waits for Ray Serve's proxy in a second try; the first has Ray Serve's 60 s."""
 
 HARD_STOP = Variable(
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S",
@@ -163,7 +165,7 @@ SHARED = (*TRANSPORT, CLIENT_HEADERS, *ANSWERS)
 
 OF_CONTROLLER = (*SHARED, *PROXY, *START_LIMITS)
 OF_REPLICAS = (*SHARED, MESSAGES, THREADS, NO_REPORTS)
-"""What the functions of the two places set."""
+"""The variables that the setup functions set."""
 
 DRAINING = Variable(
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S",
@@ -172,14 +174,14 @@ DRAINING = Variable(
     "on one machine; Ray Serve's default is 30.",
 )
 OFFLINE = Variable("HF_HUB_OFFLINE", "1", "No downloads from Hugging Face, and no usage reports.")
-"""What `saturate serve` adds to a config of one machine, and of models that need no download."""
+"""What `saturate serve` adds: `DRAINING` for one machine, `OFFLINE` if no model needs a download."""
 
 
 def prepare(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set the variables of a replica.
 
     Raises:
-        RuntimeError: Ray Serve was loaded before.
+        RuntimeError: Ray Serve is loaded already.
     """
     set_variables(OF_REPLICAS, environment)
 
@@ -188,7 +190,7 @@ def set_variables(variables: Iterable[Variable], environment: MutableMapping[str
     """Set the variables that an environment doesn't have.
 
     Raises:
-        RuntimeError: Ray Serve was loaded before, so that it would not see them.
+        RuntimeError: Ray Serve is loaded already, and would ignore them.
     """
     if "ray.serve._private.constants" in sys.modules:
         raise RuntimeError("Ray Serve was loaded before its environment could be prepared")

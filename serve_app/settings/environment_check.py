@@ -1,4 +1,4 @@
-"""Check of the environment in which an application is built, for configs that Ray Serve got without it."""
+"""Check of the environment in which an application is built, for configs that lack the variables."""
 
 import logging
 import os
@@ -10,7 +10,7 @@ from serve_app.settings.schema import Settings, SettingsError
 logger = logging.getLogger("ray.serve")
 
 NEEDED = tuple(variable.name for variable in (*TRANSPORT, CLIENT_HEADERS, MESSAGES))
-"""Variables that every config has, be it with values of its own."""
+"""Variables that every complete config has, with any value."""
 
 FIX = (
     "Complete the config with `saturate serve CONFIG --print-config > complete.yaml` and use that file, or "
@@ -26,7 +26,7 @@ def check_environment(settings: Settings, environment: Mapping[str, str] = os.en
         environment: The environment of the replicas.
 
     Raises:
-        SettingsError: The service asks for API keys, and could not tell the address of a client.
+        SettingsError: The service requires API keys, and couldn't trust the address of a client.
     """
     missing = [name for name in NEEDED if name not in environment]
     if not missing:

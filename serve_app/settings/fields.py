@@ -1,4 +1,4 @@
-"""Fields that several sections of the settings have."""
+"""Field types that several sections of the settings share."""
 
 from pathlib import Path
 from typing import Annotated
@@ -31,7 +31,7 @@ Host = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")]
 
 def _folder(path: str) -> str:
     if not below_home(path).is_absolute():
-        raise ValueError(f"must be an absolute path, or one that begins with ~/, not {path!r}")
+        raise ValueError(f"must be an absolute path, or begin with ~/, not {path!r}")
     return path
 
 

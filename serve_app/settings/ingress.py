@@ -24,18 +24,18 @@ class IngressSettings(Strict):
     """Limits of the HTTP side."""
 
     max_body_bytes: Positive = Field(
-        default=32 * 1024 * 1024, description="Largest request body, in bytes; a larger one is answered 413."
+        default=32 * 1024 * 1024, description="Largest request body, in bytes; a larger body gets a 413."
     )
     max_bytes_in_flight: Positive | None = Field(
         default=None,
         description=(
-            "Most bytes of all request bodies that one Ingress replica holds, from their arrival to "
-            "the end of their answers; beyond it 503. By default eight times `max_body_bytes`."
+            "Most bytes of all request bodies that one Ingress replica holds, from their arrival to the end "
+            "of their answers; a further request gets a 503. By default eight times `max_body_bytes`."
         ),
     )
     body_timeout_s: Seconds = Field(
         default=60.0,
-        description="Seconds within which a request body has to arrive; a slower one is answered 408.",
+        description="Seconds within which a request body must arrive; a slower body gets a 408.",
     )
     max_prompts: Positive = Field(
         default=10_000, description="Most prompts in one call, and records in one `/process` call."
@@ -54,12 +54,12 @@ class IngressSettings(Strict):
     max_values: Positive = Field(
         default=100_000,
         description=(
-            "Most values in a JSON body: texts, numbers, objects, lists; of the numbers of prompts in "
-            "tokens 10 times as many. All fields beside the prompt may have a tenth of it."
+            "Most values in a JSON body: texts, numbers, objects, lists. Prompts in tokens may have 10 times "
+            "as many numbers; all fields beside the prompt may have a tenth of the values."
         ),
     )
     open_adapters: Flag = Field(
-        default=False, description="Clients may load and unload adapters where the service asks for no keys."
+        default=False, description="Let clients load and unload adapters while the service requires no keys."
     )
     allow_origins: tuple[Annotated[str, AfterValidator(_origin)], ...] = Field(
         default=(),
@@ -92,8 +92,8 @@ class AccessSettings(Strict):
     trusted_proxies: tuple[Network, ...] = Field(
         default=(),
         description=(
-            "Ranges of addresses of the proxies whose `X-Forwarded-For` tells a client's address, for "
-            "keys with `allow_from`. By default the peer of the connection is the client."
+            "Address ranges of the proxies whose `X-Forwarded-For` gives a client's address, for keys with "
+            "`allow_from`. By default the peer of the connection is the client."
         ),
     )
 

@@ -1,4 +1,4 @@
-"""The JSON Schema of a Serve config with models of this project: editors complete and check configs by it."""
+"""The JSON Schema of a Serve config of this project, for completion and checks in editors."""
 
 from copy import deepcopy
 from typing import Any
@@ -16,7 +16,7 @@ ENGINE = "^Engine:"
 
 def config_schema() -> JSON:
     """Return the schema: Ray Serve's own, with the `args` and the `user_config` of this project."""
-    # Ray takes a second.
+    # Importing Ray takes a second.
     from ray.serve.schema import ServeDeploySchema
 
     schema: JSON = deepcopy(ServeDeploySchema.model_json_schema())

@@ -8,11 +8,11 @@ from serve_app.api.validation import field_path, suggestion
 
 Place = tuple[int | str, ...]
 Sections = Mapping[tuple[str, ...], type[BaseModel]]
-"""The model of each section, by its path; the key behind "models" is a model's kind, and "*" is any key."""
+"""The model of each section, by its path; the key after "models" is a model's kind, and "*" is any key."""
 
 
 def plain_errors(error: ValidationError, root: str = "") -> str:
-    """Return pydantic's errors in one line: of each the path, what is allowed, and the value."""
+    """Return pydantic's errors in one line: for each its path, the expected form, and the value."""
     errors = [(field_path(item["loc"], root), item["msg"], item["input"]) for item in error.errors()]
     return "; ".join(
         f"{path}: {message.removeprefix('Value error, ')}, not {value!r:.80}"
@@ -21,7 +21,7 @@ def plain_errors(error: ValidationError, root: str = "") -> str:
 
 
 def describe_errors(error: ValidationError, sections: Sections, root: str = "args") -> str:
-    """Return one line per error: its path, the value and what is allowed.
+    """Return one line per error: its path, the value and the expected form.
 
     Args:
         error: pydantic's errors.
@@ -54,7 +54,7 @@ def describe_errors(error: ValidationError, sections: Sections, root: str = "arg
 
 
 def _as_written(place: Place) -> Place:
-    """Return a place without the model's kind, which pydantic adds behind the model's index."""
+    """Return a place without the model's kind, which pydantic adds after the model's index."""
     return place[:2] + place[3:] if place[:1] == ("models",) else place
 
 

@@ -98,7 +98,7 @@ class EngineSettings(Strict):
     max_model_len: Context | None = Field(
         default=None,
         description=(
-            "Context: longest prompt and answer together, in tokens. -1: the longest that fits into the "
+            "Context: longest prompt and answer together, in tokens. -1: the longest context that fits into "
             "memory; by default the model's own limit. A longer context leaves space for fewer requests."
         ),
     )
@@ -122,7 +122,7 @@ class EngineSettings(Strict):
     )
     pipeline_parallel_size: Positive | None = Field(
         default=None,
-        description="Groups of GPUs that have some of the layers each.",
+        description="Groups of GPUs, each with some of the layers.",
     )
     max_num_seqs: Positive | None = Field(
         default=None,
@@ -144,7 +144,9 @@ class EngineSettings(Strict):
     )
     long_prefill_token_threshold: NotNegative | None = Field(
         default=None,
-        description="Tokens above which a prompt counts as long, of which only some are read at once.",
+        description=(
+            "Tokens above which a prompt counts as long; a step reads no more tokens of a long prompt."
+        ),
     )
     scheduling_policy: Literal["fcfs", "priority"] | None = Field(
         default=None,
@@ -182,7 +184,7 @@ class EngineSettings(Strict):
     )
     reasoning_parser: str | None = Field(
         default=None,
-        description="Name of vLLM's parser that parts the reasoning from the answer.",
+        description="Name of vLLM's parser that separates the reasoning from the answer.",
     )
     enable_lora: Flag | None = Field(
         default=None,
@@ -212,13 +214,12 @@ class EngineSettings(Strict):
     )
     convert: Literal["auto", "none", "embed", "classify"] | None = Field(
         default=None,
-        description="Turns a model that generates into one of embeddings or classes.",
+        description="Turn a generative model into a model of embeddings or classes.",
     )
     extra: dict[str, Any] = Field(
         default_factory=dict,
         description=(
-            "Any other option of vLLM's engine, and of its server as far as the option works behind the "
-            "Ingress."
+            "Any other option of vLLM's engine, and of its server if the option works behind the Ingress."
         ),
     )
 
@@ -228,12 +229,12 @@ class EngineSettings(Strict):
 
     @property
     def context(self) -> int | None:
-        """`max_model_len`; None: it is known once the engine has started."""
+        """`max_model_len`; None: known once the engine has started."""
         return None if self.max_model_len == -1 else self.max_model_len
 
     @property
     def pooling_routes(self) -> tuple[str, ...]:
-        """Routes that a pooling model may serve, by its settings; none: it isn't said to be one."""
+        """Routes that the model may serve as a pooling model; empty if no setting makes it one."""
         if self.runner != "pooling" and self.convert not in ("embed", "classify"):
             return ()
         if self.convert == "embed":
@@ -251,10 +252,11 @@ class EngineSettings(Strict):
 
 
 class GoalSettings(Strict):
-    """Latency goals for 99 of 100 requests of the tiers above `flex`: one of the two, or both.
+    """Latency goals for 99 of 100 requests of the tiers above `flex`; set one or both.
 
-    The scheduler bounds the time of a step accordingly: a token takes a step, and a first token takes the way
-    of a request, its own prompt, and two or three steps. `flex` requests get what the bound leaves.
+    The scheduler bounds the time of a step accordingly: a token takes a step, and a first token takes the
+    request's path to the engine, its own prompt, and two or three steps. `flex` requests get the rest of the
+    bound.
     """
 
     ttft_p99_s: Seconds | None = Field(
@@ -276,10 +278,10 @@ class BatcherSettings(Strict):
     policy: Literal["guaranteed_no_evict", "max_utilization"] = Field(
         default="guaranteed_no_evict",
         description=(
-            "KV cache that a request reserves. `guaranteed_no_evict`: its prompt and its max_tokens, so "
-            "that the memory is always enough for what runs. `max_utilization`: for `flex` requests the "
-            "usual length of their tenant's answers; several times as many run at once where answers are "
-            "shorter than max_tokens, and a few may be preempted."
+            "KV cache that a request reserves. `guaranteed_no_evict`: its prompt and its max_tokens, so that "
+            "the memory is always enough for the running requests. `max_utilization`: for `flex` requests "
+            "the usual length of their tenant's answers; where answers are shorter than max_tokens, several "
+            "times as many requests run at once, and a few may be preempted."
         ),
     )
     capacity_tokens: Positive | None = Field(
@@ -289,15 +291,15 @@ class BatcherSettings(Strict):
     max_running: Positive | None = Field(
         default=None,
         description=(
-            "Most requests in flight. The default, and the upper bound, is vLLM's `max_num_seqs` plus "
-            "as many as end within two steps: these wait in vLLM, so that no step runs with a free "
+            "Most requests in flight. The default, and the upper bound, is vLLM's `max_num_seqs` plus the "
+            "requests that end within two steps: the surplus waits in vLLM, so that no step runs with a free "
             "sequence slot."
         ),
     )
     max_queue_size: Positive = Field(
         default=5_000,
         description=(
-            "Most requests that wait in a replica; the next one gets a 429 with Retry-After. Choose the "
+            "Most requests that wait in a replica; a further request gets a 429 with Retry-After. Choose the "
             "requests per second of a replica, times the seconds that clients are willing to wait."
         ),
     )
@@ -305,22 +307,23 @@ class BatcherSettings(Strict):
         default=None, description="Most tokens that wait; by default only `max_queue_size` bounds the queue."
     )
     tenant_weights: Weights = Field(
-        default_factory=dict, description="Each tenant's share relative to the others; 1.0 where not given."
+        default_factory=dict,
+        description="Each tenant's share relative to other tenants; 1.0 where not given.",
     )
     goals: GoalSettings | None = Field(
         default=None,
         description=(
-            "Latency goals for the tiers above `flex`; `flex` runs beside them as far as the goals "
-            "allow. A change takes no restart, in `user_config`. Without goals live requests still go "
-            "first, and steps have a default bound."
+            "Latency goals for the tiers above `flex`; `flex` runs beside them as far as the goals allow. A "
+            "change in `user_config` needs no restart. Without goals live requests still go first, and steps "
+            "have a default bound."
         ),
     )
     priority_aging_s: Seconds | None = Field(
         default=10.0,
         description=(
-            "Seconds of waiting after which a tier goes before the next higher one, for one request; "
-            "null: never. After this time a `flex` request also starts as if it were a live one, if "
-            "live traffic has kept all of them waiting."
+            "Seconds of waiting after which one request of a tier goes before the next higher tier; null: "
+            "never. After this time a `flex` request also starts like a live request, if live traffic has "
+            "kept all `flex` requests waiting."
         ),
     )
 
@@ -341,39 +344,40 @@ class LLMSettings(Strict):
     engine_hang_timeout_s: Seconds = Field(
         default=60.0,
         description=(
-            "Seconds without a step after which the replica of an engine with work is replaced. It "
-            "has to exceed the longest step, a kernel's first compilation included."
+            "Seconds without a step after which the replica of an engine with work is replaced. The timeout "
+            "must exceed the longest step, including a kernel's first compilation."
         ),
     )
     grammar_cpu_s: Seconds = Field(
         default=0.1,
         description=(
-            "Seconds of CPU that a JSON schema, a regular expression or another grammar of a request "
-            "may take to parse; one that takes longer is answered 400."
+            "Seconds of CPU that a JSON schema, a regular expression or another grammar of a request may "
+            "take to parse; a slower grammar gets a 400."
         ),
     )
     grammar_compile_cpu_s: Seconds = Field(
-        default=5.0, description="The same to compile one, for the tokens of the model."
+        default=5.0,
+        description="Seconds of CPU that a grammar may take to compile for the tokens of the model.",
     )
     max_tokenize_tokens: Positive | None = Field(
         default=None,
         description=(
-            "Most tokens of a text of `/tokenize`, and of a list of `/detokenize`; null: as many as "
-            "the context. Other routes take what fits into the context."
+            "Most tokens of a text of `/tokenize`, and of a list of `/detokenize`; null: the tokens of the "
+            "context. Texts of other routes must fit into the context."
         ),
     )
     max_prompt_logprobs: Positive = Field(
         default=32_768,
         description=(
-            "Most logprobs of a prompt (`prompt_logprobs`, `echo` with `logprobs`): its tokens times "
-            "the logprobs of each. vLLM makes them on the event loop."
+            "Most logprobs of a prompt (`prompt_logprobs`, `echo` with `logprobs`): its tokens times the "
+            "logprobs of each. vLLM builds them on the event loop."
         ),
     )
     routing: Literal["prefix", "least_loaded"] = Field(
         default="prefix",
         description=(
-            "`prefix` sends a request to the replica that has the longest beginning of its prompt in "
-            "its KV cache, if that is not much more loaded than the others. `least_loaded` looks at "
+            "`prefix` sends a request to the replica that has the longest beginning of its prompt in its KV "
+            "cache, unless that replica is much more loaded than other replicas. `least_loaded` compares "
             "tokens alone."
         ),
     )
@@ -382,20 +386,20 @@ class LLMSettings(Strict):
     ) = Field(
         default=None,
         description=(
-            "Profile of a simulated device, which takes the model's place: a built-in one by its "
-            "name, a YAML file by its absolute path, or the fields of a "
-            "`serve_app.simulation.profiles.Profile`. Then `source` lends its tokenizer only; the "
-            "default is the demo model's."
+            "Profile of a simulated device, which takes the model's place: a built-in one by its name, a "
+            "YAML file by its absolute path, or the fields of a `serve_app.simulation.profiles.Profile`. "
+            "Then only the tokenizer of `source` is used; the default is the demo model's."
         ),
     )
     multimodal: Flag = Field(
         default=False,
-        description="Requests may have images, sound and videos; else parts with them are answered 400.",
+        description="Requests may have images, sound and videos; by default such parts get a 400.",
     )
     share: Group | None = Field(
         default=None,
         description=(
-            "Name of a group of models that take turns on a device: one of them is awake, the others sleep."
+            "Name of a group of models that take turns on a device: only one model of the group is awake at "
+            "a time."
         ),
     )
     adapters: tuple[AdapterSettings, ...] = Field(
@@ -404,8 +408,8 @@ class LLMSettings(Strict):
     adapters_folder: FolderOrURL | None = Field(
         default=None,
         description=(
-            "Directory that all replicas share, or URL, which keeps the adapters that are loaded by "
-            "`POST /v1/load_lora_adapter`; left out: none can be."
+            "Directory that all replicas share, or URL, for the adapters loaded by `POST "
+            "/v1/load_lora_adapter`; left out: clients can't load adapters."
         ),
     )
 
@@ -425,12 +429,12 @@ class LLMSettings(Strict):
 
     @property
     def root(self) -> str:
-        """The model, as clients see where it is from."""
+        """The model's source, as clients see it."""
         return self.source
 
     @property
     def routes(self) -> tuple[str, ...]:
-        """Routes that the model may serve. vLLM knows better which of them it does."""
+        """Routes that the model may serve; vLLM decides which of these it serves."""
         if self.pools:
             return (*self.engine.pooling_routes, *TOKENIZING)
         text = (*GENERATION, *SPEECH) if self.engine.runner == "generate" else OPENAI
@@ -438,7 +442,7 @@ class LLMSettings(Strict):
 
     @property
     def pools(self) -> bool:
-        """True if the model is said to return one result for each prompt, and no text."""
+        """True if the settings make it a pooling model: one result for each prompt, and no text."""
         return bool(self.engine.pooling_routes)
 
     @property
@@ -448,17 +452,17 @@ class LLMSettings(Strict):
 
     @property
     def context(self) -> int | None:
-        """Tokens of the context; None: they are known once the engine has started."""
+        """Tokens of the context; None: known once the engine has started."""
         return self.engine.context
 
     @property
     def usual_output(self) -> int | None:
-        """Output tokens of a prompt of `/generate` that states no limit; None: the context's rest."""
+        """Output tokens of a prompt of `/generate` that states no limit; None: the rest of the context."""
         return self.sampling.max_tokens
 
     @property
     def profile(self) -> str | None:
-        """Name of the profile of the simulated device; None: the model runs."""
+        """Name of the simulated device's profile; None: the device is real."""
         return None if self.simulate is None else self.simulate.name
 
     @property
@@ -524,7 +528,8 @@ class FunctionBatcherSettings(Strict):
         default=None, description="Fewest records in a batch, unless `batch_timeout_s` has passed."
     )
     batch_timeout_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | None = Field(
-        default=None, description="Seconds that a record waits for others at most while the function is free."
+        default=None,
+        description="Longest wait of a record for further records while the function is free, in seconds.",
     )
     max_queue_size: Positive | None = Field(default=None, description="Records that may wait.")
     max_queue_cost: Positive | None = Field(default=None, description="Cost of the records that may wait.")
@@ -538,23 +543,23 @@ class FunctionBatcherSettings(Strict):
     forming: Forming | None = Field(
         default=None,
         description=(
-            "Records of a batch: `arrival` takes them as they came, `sorted` and `bucketed` take some "
-            "of like cost."
+            "Records of a batch: `arrival` takes them in order of arrival, `sorted` and `bucketed` take "
+            "records of similar cost."
         ),
     )
     padded: Flag | None = Field(
         default=None,
-        description="The cost of a batch is that of its costliest record times their number, not the sum.",
+        description="The cost of a batch is its costliest record times the number of records, not the sum.",
     )
     on_error: Literal["split", "fail", "single"] | None = Field(
         default=None,
         description=(
             "When the function raises an error: `split` runs parts of the batch again until the records that "
-            "cause it are alone, `single` runs each record again by itself, `fail` fails them all."
+            "cause it are alone, `single` runs each record again by itself, `fail` fails the whole batch."
         ),
     )
     tenant_weights: Weights | None = Field(
-        default=None, description="Each tenant's share relative to the others; 1.0 where not given."
+        default=None, description="Each tenant's share relative to other tenants; 1.0 where not given."
     )
     priority_aging_s: Seconds | None = Field(
         default=10.0,
@@ -562,7 +567,7 @@ class FunctionBatcherSettings(Strict):
     )
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of `DynamicBatcher`: the profile's, overridden by those that are set."""
+        """Return the arguments of `DynamicBatcher`: the profile's values, overridden by the settings here."""
         given = self.model_dump(exclude={"profile", "priority_aging_s"}, exclude_none=True)
         given["priority_aging_s"] = self.priority_aging_s
         return given if self.profile is None else profile(self.profile, **given)
@@ -598,7 +603,7 @@ class FunctionSettings(Strict):
         default=FunctionBatcherSettings(), description="Batching of records."
     )
 
-    # The same properties as a language model's, so that few need to ask for the kind.
+    # The same properties as a language model's, so that few callers check the kind.
     adapters: ClassVar[tuple[AdapterSettings, ...]] = ()
     has_adapters: ClassVar[bool] = False
     has_context: ClassVar[bool] = False
@@ -610,7 +615,7 @@ class FunctionSettings(Strict):
 
     @property
     def root(self) -> str:
-        """The class, as clients see where the model is from."""
+        """The class, which clients see as the model's source."""
         return self.target
 
     @property

@@ -38,7 +38,7 @@ from serve_app.simulation.profiles import Profile
 
 
 class SettingsError(ValueError):
-    """Settings are wrong; the message names each path and what is allowed."""
+    """The settings are invalid; the message has each path and the expected form."""
 
 
 class Settings(Strict):
@@ -46,17 +46,21 @@ class Settings(Strict):
 
     models: Annotated[list[ModelSettings], Field(min_length=1)] = Field(description="The models to serve.")
     ingress: IngressSettings = Field(default=IngressSettings(), description="Limits of the HTTP side.")
-    access: AccessSettings | None = Field(default=None, description="API keys; left out: requests need none.")
+    access: AccessSettings | None = Field(
+        default=None, description="API keys; left out: requests need no key."
+    )
     telemetry: TelemetrySettings = Field(
         default=TelemetrySettings(), description="Metrics, request log and traces."
     )
     batches: BatchesSettings | None = Field(
-        default=None, description="Files and batches of OpenAI's API; left out: there are none."
+        default=None, description="Files and batches of OpenAI's API; left out: they aren't served."
     )
     usage: UsageSettings = Field(default=NO_USAGE, description="Accounting of what keys and tenants use.")
     share_groups: dict[Group, ShareSettings] = Field(
         default_factory=dict,
-        description="Groups of models that take turns, by the name in `share`; others have the defaults.",
+        description=(
+            "Groups of models that take turns, by the name in `share`; other groups have the defaults."
+        ),
     )
 
     def sharing(self) -> dict[str, list[LLMSettings]]:
@@ -79,8 +83,8 @@ class Settings(Strict):
             if share.max_wait_s < least:
                 raise ValueError(
                     f"share_groups.{name}.max_wait_s: with min_turn_s {share.min_turn_s:g} each of "
-                    f"{len(models)} models may wait {least:g} s for the others; raise max_wait_s to that, or "
-                    "lower min_turn_s"
+                    f"{len(models)} models may wait {least:g} s for the other models; raise max_wait_s to "
+                    "that, or lower min_turn_s"
                 )
             simulated = {model.simulate is not None for model in models}
             if len(simulated) > 1:
@@ -111,7 +115,7 @@ def parse(args: dict[str, Any]) -> Settings:
     """Check the `args` of a Serve config.
 
     Raises:
-        SettingsError: One line per error, with its path, the value and what is allowed.
+        SettingsError: One line per error, with its path, the value and the expected form.
     """
     try:
         return Settings.model_validate(args)

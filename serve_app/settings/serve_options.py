@@ -1,23 +1,25 @@
-"""Options of `vllm serve` that aren't its engine's, and what this service does with each.
+"""Options of `vllm serve` beside the engine's, and their treatment in this service.
 
-An option of the engine goes to `engine`, or to `engine.extra`. An option of vLLM's HTTP server is done (its
-application behind the Ingress reads it from `engine.extra`), moved to a setting of this service, or refused
-with the setting that does it. A test holds these tables together with vLLM's own parser.
+An option of the engine goes to `engine`, or to `engine.extra`. An option of vLLM's HTTP server is supported
+(vLLM's application behind the Ingress reads it from `engine.extra`), moved to a setting of this service, or
+refused with the name of the setting that replaces it. A test compares these tables with vLLM's own parser.
 """
 
 from collections.abc import Mapping
 
 COPIES = "`deployment.num_replicas` gives the copies of the model (--set deployment.num_replicas=N)"
-ONE_MACHINE = "a replica runs on the GPUs of one machine; `deployment.num_replicas` gives more of them"
-TLS = "the service speaks plain HTTP, on 127.0.0.1 by default; a proxy in front of it has the certificate"
+ONE_MACHINE = "a replica runs on the GPUs of one machine; `deployment.num_replicas` adds replicas"
+TLS = "the service speaks plain HTTP, on 127.0.0.1 by default; put the certificate on a proxy in front"
 LISTENS = "the service listens on --host and --port (`http_options` of a config)"
 ACCESS_LOG = (
     "`telemetry.request_log` is the log of requests; --log-format prints it (`saturate serve --help`)"
 )
-LOG_LEVEL = "VLLM_LOGGING_LEVEL in the environment, or in `runtime_env.env_vars` of a config, does it"
+LOG_LEVEL = (
+    "VLLM_LOGGING_LEVEL in the environment, or in `runtime_env.env_vars` of a config, sets the log level"
+)
 CORS = "`ingress.allow_origins` names the web pages that may call, with every method and header of the routes"
 HEADERS = "HAProxy bounds the headers; `ingress.max_body_bytes` bounds the body"
-CLOSED = "the service keeps that route closed; `/stats` and `/metrics` say what it does"
+CLOSED = "the service keeps that route closed; `/stats` and `/metrics` report its state"
 PAGES = "the Ingress has its own pages and documents (serve_app/docs/reference/routes.md)"
 SCALE_OUT = "the service has no routes of that kind; `/v1/completions` takes token ids as prompts"
 HANDLES = "the service speaks HTTP; programs in the cluster call it by handle (`saturate batch --app`)"
@@ -39,7 +41,7 @@ REFUSED: Mapping[str, str] = {
     "ssl_cert_reqs": TLS,
     "ssl_ciphers": TLS,
     "enable_ssl_refresh": TLS,
-    "root_path": "`route_prefix` of the application in a config does it (--print-config prints it)",
+    "root_path": "`route_prefix` of the application in a config sets it (--print-config prints it)",
     "middleware": "requests pass the Ingress first: `access`, `ingress` and `telemetry` of a config have "
     "keys, limits and logs, and a proxy in front can do the rest",
     "allow_credentials": CORS,
@@ -63,7 +65,7 @@ REFUSED: Mapping[str, str] = {
     "enable_scale_out": SCALE_OUT,
     "cohere_is_reasoning_model": "the service has no /cohere routes; `/v1/chat/completions` serves the model",
     "enable_flash_late_interaction": "`engine.extra.pooler_config: {enable_flash_late_interaction: false}` "
-    "does it for the engine",
+    "turns it off in the engine",
     "data_parallel_size": COPIES,
     "data_parallel_rank": COPIES,
     "data_parallel_start_rank": COPIES,
@@ -84,7 +86,7 @@ REFUSED: Mapping[str, str] = {
     "master_addr": ONE_MACHINE,
     "master_port": ONE_MACHINE,
 }
-"""Options that are refused, and what does their work."""
+"""Refused options, each with the reason or the replacement."""
 
 MOVED: Mapping[str, str] = {
     "host": "http_options.host",
@@ -128,7 +130,7 @@ DONE = frozenset(
 
 
 def refusal(name: str) -> str | None:
-    """Return why `engine.extra` may not have an option, with the setting that does its work; None: it may."""
+    """Return why `engine.extra` may not have an option, with the replacement; None if it may."""
     if name in MOVED:
         return f"set {MOVED[name]} instead; under engine it does nothing"
     return REFUSED.get(name)

@@ -30,8 +30,8 @@ class TraceSettings(Strict):
     sample_ratio: Annotated[float, Field(strict=True, ge=0, le=1)] = Field(
         default=1.0,
         description=(
-            "Sampled share, 0 to 1, of the requests without a trace context. The context of the "
-            "others says whether they are sampled."
+            "Sampled share, 0 to 1, of the requests without a trace context. A trace context decides for its "
+            "own request."
         ),
     )
 
@@ -44,7 +44,7 @@ class TelemetrySettings(Strict):
     )
     engine_metrics: Flag = Field(default=True, description="Export vLLM's metrics there too.")
     tenants: Annotated[int, Field(strict=True, ge=0, le=1_000)] = Field(
-        default=20, description="Most tenants with a series of their own; the others share one."
+        default=20, description="Most tenants with their own series; further tenants share one series."
     )
     request_log: Literal["json", "text"] | None = Field(
         default="json",
@@ -53,7 +53,7 @@ class TelemetrySettings(Strict):
             "beside Serve's logs; null: no log. Prompts and answers are never in it."
         ),
     )
-    traces: TraceSettings | None = Field(default=None, description="Export of spans; null: none.")
+    traces: TraceSettings | None = Field(default=None, description="Export of spans; null: no export.")
 
 
 SILENT = TelemetrySettings(metrics=False, engine_metrics=False, request_log=None)

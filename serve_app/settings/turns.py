@@ -10,7 +10,7 @@ from serve_app.settings.fields import Seconds, Strict
 from serve_app.settings.models import LLMSettings
 
 ASLEEP = 0.02
-"""Share of a device that a model keeps while it sleeps: the context of its processes, its graphs."""
+"""Share of a device's memory that a sleeping model keeps: the contexts of its processes, and its graphs."""
 
 UTILIZATION = 0.92
 """vLLM's default of `gpu_memory_utilization`."""
@@ -22,34 +22,35 @@ class ShareSettings(Strict):
     sleep_level: Literal[1, 2] = Field(
         default=1,
         description=(
-            "vLLM's: 1 keeps the weights of a model that sleeps in the memory of the host, 2 loads "
-            "them again for each turn."
+            "vLLM's sleep level: 1 keeps the weights of a sleeping model in the host's memory, 2 loads them "
+            "again for each turn."
         ),
     )
     min_turn_s: Seconds = Field(
         default=5.0,
         description=(
-            "Seconds of a turn, at least, while its model has work and no other has waited for `max_wait_s`."
+            "Shortest turn in seconds, while its model has work and no other model has waited for "
+            "`max_wait_s`."
         ),
     )
     max_wait_s: Seconds = Field(
         default=30.0,
-        description="Seconds for which the requests of a model wait at most until the switch to it begins.",
+        description="Longest wait of a model's requests, in seconds, until the switch to the model begins.",
     )
     self_check: Flag = Field(
         default=False,
         description=(
-            "Compare a greedy answer after each wake-up with that before the first sleep; a model "
-            "whose answer differs is answered 503, and its replica replaced."
+            "Compare a greedy answer after each wake-up with the answer before the first sleep; if they "
+            "differ, requests get a 503 and the replica is replaced."
         ),
     )
 
 
 def check_memory(model: LLMSettings, group: Sequence[LLMSettings]) -> None:
-    """Refuse a model that doesn't fit into its device while the others of its group sleep.
+    """Refuse a model that doesn't fit into its device while the other models of its group sleep.
 
     Raises:
-        ValueError: The sum of what they take.
+        ValueError: It doesn't fit; the message has the sum.
     """
     device, unit = 1.0, ""
     awake = model.engine.gpu_memory_utilization or UTILIZATION

@@ -18,15 +18,14 @@ class LedgerSettings(Strict):
 
     folder: FolderOrURL = Field(
         description=(
-            "Directory, on a volume that outlives the node, or a URL: `s3://BUCKET/PREFIX`, "
-            "`gs://...`. All replicas may have the same."
+            "Directory, on a volume that outlives the node, or a URL: `s3://BUCKET/PREFIX`, `gs://...`. All "
+            "replicas may share it."
         )
     )
     format: Literal["parquet", "jsonl"] = Field(
         default="parquet",
         description=(
-            'Form of the files of days that are over, and of all files at a URL; "parquet" needs '
-            "the extra `usage`."
+            'Format of the files of past days, and of all files at a URL; "parquet" needs the extra `usage`.'
         ),
     )
     spool: Folder = Field(
@@ -36,7 +35,7 @@ class LedgerSettings(Strict):
     upload_s: Seconds = Field(default=300.0, description="Seconds after which rows are uploaded to the URL.")
     max_spool_bytes: Positive = Field(
         default=1 << 30,
-        description="Most bytes that wait for their upload; beyond it rows are dropped, and counted.",
+        description="Most bytes that wait for upload; further rows are dropped and counted.",
     )
     keep_days: Positive | None = Field(
         default=None, description="Days after which files are removed from the directory; by default never."
@@ -49,22 +48,24 @@ Price = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 class PriceSettings(Strict):
     """Price of a model, per million tokens."""
 
-    input: Price = Field(description="Of prompts; of a function, per million of its records' cost.")
+    input: Price = Field(
+        description="Price of prompts; for a function, price per million of its records' cost."
+    )
     cached_input: Price | None = Field(
         default=None,
-        description="Of prompt tokens that are found in the prefix cache; by default as `input`.",
+        description="Price of prompt tokens found in the prefix cache; by default the same as `input`.",
     )
-    output: Price = Field(default=0.0, description="Of answers.")
+    output: Price = Field(default=0.0, description="Price of answers.")
     batch_discount: Annotated[float, Field(strict=True, ge=0, le=1)] = Field(
         default=0.0, description="Share, 0 to 1, that rows of `/v1/batches` cost less."
     )
 
 
 class Quota(Strict):
-    """Limits of a key or of a tenant, for all replicas together. A limit left out doesn't exist.
+    """Limits of a key or of a tenant, for all replicas together. A limit left out is not enforced.
 
-    A request counts in the windows of the calendar, in UTC, in which it was admitted. Its tokens are those of
-    its prompts and of its answers.
+    A request counts in the calendar windows, in UTC, in which it was admitted. Its tokens are the tokens of
+    its prompts and answers.
     """
 
     tokens_per_minute: Positive | None = Field(default=None, description="Most tokens in a minute.")
@@ -84,26 +85,27 @@ def _state_url(url: str) -> str:
 
 
 class QuotasSettings(Strict):
-    """Quotas of keys and tenants, kept by the deployment `Quotas`. Those of keys are in their file."""
+    """Quotas of keys and tenants, kept by the deployment `Quotas`. The keys file has the quotas of keys."""
 
     tenants: dict[Tenant, Quota] = Field(default_factory=dict, description="Quotas by the names of tenants.")
     file: File | None = Field(
         default=None,
         description=(
-            "YAML or JSON file with more of them, which go before those of `tenants`. It is read "
-            "again when it changes."
+            "YAML or JSON file with further quotas, which override `tenants`. It is read again when it "
+            "changes."
         ),
     )
     folder: Folder | None = Field(
         default=None,
         description=(
-            "Directory of the state, on a volume that outlives the node; by default that of the batches."
+            "Directory of the state, on a volume that outlives the node; by default the folder of the "
+            "batches."
         ),
     )
     database: Annotated[str, AfterValidator(_state_url)] | None = Field(
         default=None,
         description=(
-            "URL of a PostgreSQL or Redis database for the state; by default that of the batches, or "
+            "URL of a PostgreSQL or Redis database for the state; by default the database of the batches, or "
             "SQLite in the folder."
         ),
     )
@@ -113,14 +115,14 @@ class QuotasSettings(Strict):
     when_away: Literal["fail_closed", "fail_open"] = Field(
         default="fail_closed",
         description=(
-            "Treatment of requests that need the deployment while it doesn't answer: `fail_closed` "
-            "answers 503, `fail_open` lets them go on, and charges them once it is back."
+            "Treatment of requests that need the deployment while it doesn't answer: `fail_closed` answers "
+            "503, `fail_open` admits them, and charges them once it answers again."
         ),
     )
     away_s: Seconds = Field(
         default=2.0,
         description=(
-            "Seconds without an answer after which that begins; for the first answer it is 15 s or more."
+            "Seconds without an answer after which `when_away` applies; at least 15 s for the first answer."
         ),
     )
 
@@ -135,16 +137,16 @@ class UsageSettings(Strict):
     """Accounting of what keys and tenants use."""
 
     quotas: QuotasSettings | None = Field(
-        default=None, description="Quotas of keys and tenants; left out: there are none."
+        default=None, description="Quotas of keys and tenants; left out: no quotas."
     )
     ledger: LedgerSettings | None = Field(
-        default=None, description="A row for each call that an engine ran; left out: none are written."
+        default=None, description="A row for each call that an engine ran; left out: no ledger."
     )
     prices: dict[ServedId, PriceSettings] = Field(
         default_factory=dict,
         description=(
-            "Prices by the ids of models and adapters, for `saturate usage`. An adapter without a "
-            "price has that of its model."
+            "Prices by the ids of models and adapters, for `saturate usage`. An adapter without a price has "
+            "its model's price."
         ),
     )
     currency: Annotated[str, Field(min_length=1, max_length=16)] = Field(

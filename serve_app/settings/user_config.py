@@ -17,19 +17,20 @@ class BatcherUserConfig(Strict):
     max_running: Positive | None = Field(default=None, description="Requests in flight.")
     max_queue_size: Positive | None = Field(default=None, description="Requests that wait.")
     goals: GoalSettings | None = Field(
-        default=None, description="Latency goals; null: none, whatever `args` say."
+        default=None, description="Latency goals; null: no goals, even where `args` has some."
     )
     tenant_weights: Weights | None = Field(
-        default=None, description="Each tenant's share relative to the others; 1.0 where not given."
+        default=None, description="Each tenant's share relative to other tenants; 1.0 where not given."
     )
 
 
 class UserConfig(Strict):
-    """The `user_config` as a whole. A change of it alone restarts no replica."""
+    """The `user_config` as a whole. A change of the `user_config` alone restarts no replica."""
 
     batcher: BatcherUserConfig = Field(default=BatcherUserConfig(), description="Admission to each replica.")
     adapters: tuple[AdapterSettings, ...] | None = Field(
-        default=None, description="LoRA adapters in place of those in `args`; left out: those."
+        default=None,
+        description="LoRA adapters that replace the adapters in `args`; left out: the adapters in `args`.",
     )
 
 
@@ -37,7 +38,7 @@ def parse_user_config(user_config: JSON) -> UserConfig:
     """Check the `user_config` of an Engine.
 
     Raises:
-        SettingsError: One line per error, with its path, the value and what is allowed.
+        SettingsError: One line per error, with its path, the value and the expected form.
     """
     try:
         return UserConfig.model_validate(user_config)

@@ -7,14 +7,14 @@ from serve_app.settings.schema import SettingsError
 
 
 class WatchedFile:
-    """A file of settings, of which a change is noticed.
+    """A file of settings whose changes are noticed.
 
     Args:
         path: Its path.
         setting: The setting that names it, for errors.
 
     Attributes:
-        source: Its origin, for errors.
+        source: The setting and the path, for errors.
     """
 
     def __init__(self, path: str, setting: str) -> None:
@@ -23,12 +23,12 @@ class WatchedFile:
         self._seen = self._signature()
 
     def look(self) -> bool:
-        """Return whether the file has changed since the last look, or was not read then."""
+        """Return whether the file has changed since the last look, or wasn't usable then."""
         before, self._seen = self._seen, self._signature()
         return self._seen != before
 
     def unread(self) -> None:
-        """Take the file for changed at the next look: its text could not be used, for no fault of its own."""
+        """Count the file as changed at the next look, since applying its text failed."""
         self._seen = None
 
     def read(self) -> str:
@@ -40,7 +40,7 @@ class WatchedFile:
         try:
             return self._path.read_text(encoding="utf-8")
         except OSError as error:
-            # Its signature says that it can be read: the next look tries again.
+            # The next look sees a readable file as changed, and so reads it again.
             self._seen = error.errno
             raise SettingsError(f"{self.source}: {error.strerror or error}") from None
         except ValueError:
@@ -49,7 +49,8 @@ class WatchedFile:
     def _signature(self) -> object:
         """Return a value that differs once the file has changed; the error's number if it can't be read."""
         try:
-            # Permissions change without a trace in what follows: a file is there once it can be opened.
+            # `fstat` below shows no change of permissions, so the file must be opened to know if it is
+            # readable.
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
         except OSError as error:

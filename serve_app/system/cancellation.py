@@ -1,4 +1,4 @@
-"""Tells a cancellation of this task from one that Ray Serve caused."""
+"""Distinguish a cancellation of this task from a cancelled Ray Serve call."""
 
 import asyncio
 
@@ -6,8 +6,8 @@ import asyncio
 def is_own() -> bool:
     """Return whether the running task itself is being cancelled.
 
-    If it isn't, a `CancelledError` comes from the call that it awaits: Ray Serve cancels the calls to a
-    replica that it removes, and such a call can be made again.
+    Otherwise a `CancelledError` comes from the awaited call: Ray Serve cancels calls to a replica that it
+    removes, and such a call can be retried.
     """
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

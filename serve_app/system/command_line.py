@@ -1,6 +1,6 @@
-"""Runs a click command; each error is one line, without a stack trace.
+"""Run a click command; each error is one line, without a stack trace.
 
-serve_app/docs/reference/exit-codes.md has the rule of the exit codes.
+serve_app/docs/reference/exit-codes.md describes the exit codes.
 """
 
 import math
@@ -14,22 +14,22 @@ from typing import Any, NoReturn
 import click
 
 FAILED, USAGE, PARTLY, INTERRUPTED = 1, 2, 3, 130
-"""Exit codes, beside 0: the work failed, the command is wrong, the work is done in part, Ctrl-C."""
+"""Exit codes other than 0: the work failed, the command is wrong, the work is partly done, Ctrl-C."""
 
 
 class WrongInput(click.ClickException):
-    """A file that the command names, or its content, is wrong: nothing was done."""
+    """A file named on the command line, or its content, is wrong; nothing was done."""
 
     exit_code = USAGE
 
 
 class Number(click.FloatRange):
-    """A number within a range; neither infinity nor "nan" is one."""
+    """A finite number within a range."""
 
     name = "number"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the number that an option states."""
+        """Return an option's value as a number."""
         number = float(super().convert(value, param, ctx))
         if not math.isfinite(number):
             self.fail(f"{value!r} is no number in the range {self._describe_range()}.", param, ctx)
@@ -37,7 +37,7 @@ class Number(click.FloatRange):
 
 
 MOST_SHOWN = 300
-"""Characters of an unexpected error that are shown."""
+"""Most characters shown of an unexpected error."""
 
 
 def run(command: click.Command, arguments: Sequence[str] | None = None) -> NoReturn:
@@ -45,7 +45,7 @@ def run(command: click.Command, arguments: Sequence[str] | None = None) -> NoRet
 
     Args:
         command: Its callback returns an exit code; None is 0.
-        arguments: By default those of this process.
+        arguments: Its arguments; default: the arguments of this process.
     """
     try:
         code = command.main(arguments, standalone_mode=False)
@@ -69,7 +69,7 @@ def run(command: click.Command, arguments: Sequence[str] | None = None) -> NoRet
         _flush()
         code = FAILED
     except Exception as error:
-        # The stack is for a file: the user of a command reads one line.
+        # The user of a command reads one line; the stack goes to a file.
         text = " ".join(str(error).split())[:MOST_SHOWN]
         print(f"error: {type(error).__name__}: {text}; the stack is in {_keep_stack()}", file=sys.stderr)
         _flush()
@@ -85,7 +85,7 @@ def _keep_stack() -> str:
 
 
 def _flush() -> None:
-    """Write what standard output still holds; drop it where that fails, or Python tries again at the exit."""
+    """Flush standard output; if that fails, drop its content, since Python would flush again at exit."""
     try:
         sys.stdout.flush()
     except OSError:

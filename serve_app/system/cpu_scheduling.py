@@ -4,14 +4,14 @@ import os
 from contextlib import suppress
 
 BACKGROUND_NICE = 19
-"""The lowest priority with a share of a full CPU: 1.5 % beside one process of the usual priority."""
+"""The lowest priority. On a full CPU its share is 1.5 % beside one process of the usual priority."""
 
 USUAL_NICE = 0
-"""The priority that a process has by itself."""
+"""The default priority of a process."""
 
 RELAY_NICE = -10
-"""Priority of a process on the way of live requests, where the system allows it: 9 times the usual share of a
-full CPU, of which it takes little. Beside a batch on two cores its p99 falls by a sixth."""
+"""Priority of a process that relays live requests, where the system allows it: 9 times the usual share of a
+full CPU. The relay uses little of that share. Beside a batch on two cores its p99 falls by a sixth."""
 
 
 def use_batch_scheduling(nice: int = USUAL_NICE) -> None:
@@ -19,17 +19,17 @@ def use_batch_scheduling(nice: int = USUAL_NICE) -> None:
 
     A replica that relays pieces is woken thousands of times a second, and on a machine with few cores it
     would preempt the engine each time. Under SCHED_BATCH it gets the same share of CPU time in fewer, longer
-    slices, each of which handles more messages. Child processes that run already keep their policy. On other
-    systems than Linux this does nothing.
+    slices, and handles more messages per slice. Child processes that already run keep their policy. Only
+    Linux has this policy; elsewhere the function does nothing.
 
     Args:
-        nice: Their priority, from -20, the first, to 19. Above the usual one it takes CAP_SYS_NICE; without
-            it the priority stays as it is.
+        nice: Priority of the threads, from -20 (highest) to 19. A value below 0 needs CAP_SYS_NICE; without
+            CAP_SYS_NICE the priority stays unchanged.
     """
     if not hasattr(os, "SCHED_BATCH"):
         return
     for thread in map(int, os.listdir("/proc/self/task")):
-        # The thread may have ended meanwhile, or the container forbids the call.
+        # The thread may have ended, or the container forbids the call.
         with suppress(ProcessLookupError, PermissionError):
             os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
             if nice != USUAL_NICE:
@@ -37,7 +37,7 @@ def use_batch_scheduling(nice: int = USUAL_NICE) -> None:
 
 
 def use_usual_priority(process: int) -> None:
-    """Give a process that this one has just started the usual priority, not that of this one."""
-    # It may have ended, or begin below the usual one without the right to leave that.
+    """Give a new child process the usual priority instead of its inherited priority."""
+    # The process may have ended, or may lack the right to raise its priority.
     with suppress(ProcessLookupError, PermissionError):
         os.setpriority(os.PRIO_PROCESS, process, USUAL_NICE)

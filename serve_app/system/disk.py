@@ -1,11 +1,11 @@
-"""Writes that outlast a loss of power."""
+"""Writes that survive a power loss."""
 
 import os
 from pathlib import Path
 
 
 def sync(path: str | Path) -> None:
-    """Put a file on the disk, or the names in a folder: a new name is durable only with its folder."""
+    """Flush a file or a folder to disk; a new file is durable only after a flush of its folder too."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

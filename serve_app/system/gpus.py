@@ -1,4 +1,4 @@
-"""The GPUs of this machine, as NVIDIA's management library tells them."""
+"""The GPUs of this machine, read from NVIDIA's management library (NVML)."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -6,26 +6,26 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-"""The environment variable that names the GPUs which CUDA shows."""
+"""The environment variable with the GPUs that are visible to CUDA."""
 
 
 class DriverError(Exception):
-    """NVIDIA's driver is there, and fails; the message is its own."""
+    """NVIDIA's driver is installed but fails; the message is the driver's."""
 
 
 class GPU(NamedTuple):
     """A GPU.
 
     Attributes:
-        number: Its number.
-        uuid: Its id.
-        name: As its maker calls it.
-        total: Bytes of its memory; None: it doesn't tell.
-        reserved: Bytes that the driver has.
-        used: Bytes that programs have.
-        free: Bytes that are free; None: it doesn't tell.
-        capability: CUDA's compute capability, such as 8.9; None: not known.
-        is_divided: It is divided into slices by MIG.
+        number: Index of the GPU.
+        uuid: UUID of the GPU.
+        name: Product name.
+        total: Bytes of memory; None: not reported.
+        reserved: Bytes that the driver reserves.
+        used: Bytes that programs use.
+        free: Free bytes; None: not reported.
+        capability: CUDA compute capability, such as 8.9; None: unknown.
+        is_divided: Whether MIG divides the GPU into slices.
     """
 
     number: int
@@ -40,12 +40,12 @@ class GPU(NamedTuple):
 
 
 class GPUProcess(NamedTuple):
-    """A process that holds memory of a GPU.
+    """A process that uses memory of a GPU.
 
     Attributes:
-        pid: Its id.
-        name: Its program.
-        memory: Bytes; None: not known.
+        pid: Process id.
+        name: Name of the program.
+        memory: Bytes; None: unknown.
     """
 
     pid: int
@@ -54,13 +54,13 @@ class GPUProcess(NamedTuple):
 
 
 class Devices(NamedTuple):
-    """What the driver tells.
+    """The driver's report.
 
     Attributes:
-        driver: Its version, such as "570.86.15".
-        cuda: The newest CUDA that it runs, such as (12, 8).
+        driver: Version of the driver, such as "570.86.15".
+        cuda: The newest CUDA version that the driver supports, such as (12, 8).
         gpus: The GPUs.
-        holders: The processes that hold memory of them.
+        holders: The processes that use GPU memory.
     """
 
     driver: str
@@ -70,10 +70,10 @@ class Devices(NamedTuple):
 
 
 def read_devices(library: Any = None) -> Devices | None:
-    """Return what NVIDIA's driver tells; None: there is no driver.
+    """Return the report of NVIDIA's driver; None if there is no driver.
 
     Args:
-        library: NVIDIA's library; by default that of the package `nvidia-ml-py`.
+        library: NVIDIA's library; default: the package `nvidia-ml-py`.
 
     Raises:
         DriverError: The driver fails.
@@ -102,11 +102,11 @@ def read_devices(library: Any = None) -> Devices | None:
 
 
 def visible_gpus(gpus: Sequence[GPU], names: str | None) -> list[GPU]:
-    """Return the GPUs that CUDA shows to a program: up to the first name that is not one.
+    """Return the GPUs that are visible to a program; like CUDA, stop at the first invalid name.
 
     Args:
         gpus: All GPUs.
-        names: `CUDA_VISIBLE_DEVICES`: indexes, ids or their beginnings; None: all are shown.
+        names: `CUDA_VISIBLE_DEVICES`: indexes, UUIDs or prefixes of UUIDs; None: all GPUs are visible.
     """
     if names is None:
         return list(gpus)
@@ -122,7 +122,7 @@ def visible_gpus(gpus: Sequence[GPU], names: str | None) -> list[GPU]:
 
 def _gpu(nvml: Any, number: int, handle: Any) -> GPU:
     def told(ask: Callable[..., Any], *arguments: Any) -> Any:
-        """Return an answer; None: this GPU doesn't tell."""
+        """Return the driver's answer; None if this GPU doesn't support the query."""
         with suppress(nvml.NVMLError):
             return ask(handle, *arguments)
         return None

@@ -1,13 +1,13 @@
-"""Paths below a home directory, as users write them."""
+"""Paths that users write relative to a home directory."""
 
 import os
 from pathlib import Path
 
 
 def below_home(path: str) -> Path:
-    """Return a path with its `~` or `~name` replaced; that of no user stays as it is.
+    """Return a path with its `~` or `~name` replaced; for an unknown user the path stays unchanged.
 
-    `Path.expanduser` raises a RuntimeError for no user, which would reach a user as a stack trace; as it is,
-    the path isn't there, and is told like any other.
+    `Path.expanduser` raises a RuntimeError for an unknown user, which would show as a stack trace. The
+    unchanged path is reported as missing, like any other path.
     """
     return Path(os.path.expanduser(path))

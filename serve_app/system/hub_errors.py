@@ -1,14 +1,14 @@
-"""Errors of the Hugging Face hub's client, told in one line."""
+"""One-line messages for errors of the Hugging Face hub's client."""
 
 from typing import NamedTuple
 
 
 class HubFailure(NamedTuple):
-    """The reason for which the hub has not given a file.
+    """The reason why the hub did not return a file.
 
     Attributes:
-        message: The reason, and what to do.
-        away: The hub can't be reached, or may not be: what was downloaded before may do.
+        message: The reason and the remedy.
+        away: Whether the hub is unreachable or off limits, so that an earlier download may be used.
     """
 
     message: str
@@ -16,20 +16,20 @@ class HubFailure(NamedTuple):
 
 
 def explain(error: Exception, id: str, file: str, *, kind: str, revision: str | None) -> HubFailure:
-    """Return what an error of the client means to a user.
+    """Explain an error of the client to a user.
 
     Args:
-        error: What the client has raised.
+        error: The exception from the client.
         id: The repository.
-        file: The file that a repository of that kind has to have.
+        file: A file that every repository of this kind must have.
         kind: "model" or "adapter".
-        revision: The revision that was asked for; None: the main branch.
+        revision: The requested revision; None: the main branch.
     """
     from huggingface_hub import errors, get_token
 
     page = f"https://huggingface.co/{id}"
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
-        # The client has looked into its cache after the hub's answer.
+        # The client read its cache after the hub's error, which is the cause.
         error = error.__cause__
     match error:
         case errors.GatedRepoError() if get_token():
@@ -56,5 +56,5 @@ def explain(error: Exception, id: str, file: str, *, kind: str, revision: str | 
         case errors.HfHubHTTPError() if error.response.status_code < 500:
             return HubFailure(f"{id}: the Hugging Face hub answers {error.response.status_code}")
         case _:
-            # All other failures: network, name, certificate, proxy, an answer that isn't one.
+            # All other failures: network, name, certificate, proxy, an invalid answer.
             return HubFailure(f"the Hugging Face hub can't be reached ({type(error).__name__})", away=True)

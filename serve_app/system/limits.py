@@ -1,4 +1,4 @@
-"""Cores and memory that this process may use: a control group may have less than the machine."""
+"""Cores and memory that this process may use; a control group may allow less than the machine has."""
 
 import os
 from contextlib import suppress
@@ -11,15 +11,15 @@ GROUPS = Path("/sys/fs/cgroup")
 """Folder of the control groups."""
 
 UNLIMITED = 1 << 60
-"""Bytes from which on a limit of a control group means that there is none."""
+"""A control group's memory limit of this many bytes or more means no limit."""
 
 
 class Space(NamedTuple):
     """Bytes of a file system, or of memory.
 
     Attributes:
-        total: All of them.
-        free: Those that may be used.
+        total: All bytes.
+        free: Usable bytes.
     """
 
     total: int
@@ -47,7 +47,7 @@ def available_memory(groups: Path = GROUPS, machine: Space | None = None) -> Spa
 
     Args:
         groups: Folder of the control groups.
-        machine: The memory of the machine; None: as the kernel tells it.
+        machine: The memory of the machine; None: ask the kernel.
     """
     if machine is None:
         told = psutil.virtual_memory()
@@ -64,7 +64,7 @@ def available_memory(groups: Path = GROUPS, machine: Space | None = None) -> Spa
 
 
 def _cached(limit_file: Path) -> int:
-    """Return the bytes of a control group's use that are pages of files, which the kernel frees."""
+    """Return the bytes of cached file pages in a control group's usage, which the kernel can free."""
     pairs = [line.split() for line in _text(limit_file.with_name("memory.stat")).splitlines()]
     values = {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
     return int(values.get("inactive_file") or values.get("total_inactive_file") or 0)

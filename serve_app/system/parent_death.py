@@ -1,7 +1,7 @@
-"""Ends a process when its parent ends, by the kernel's parent-death signal (Linux).
+"""End a process when its parent ends, by the kernel's parent-death signal (Linux).
 
-A killed Engine replica can't end its children, and an EngineCore that outlives it keeps the GPU's memory.
-vLLM's processes call `tie_to_parent` by way of `serve_app.engine.vllm.plugin`.
+A killed Engine replica can't end its children, and a surviving EngineCore keeps the GPU's memory.
+`serve_app.engine.vllm.plugin` calls `tie_to_parent` in vLLM's processes.
 """
 
 import ctypes
@@ -11,13 +11,13 @@ import signal
 import sys
 
 TIED = "SATURATE_TIED"
-"""Set in an Engine replica and inherited by the processes it starts; other uses of vLLM stay as they are."""
+"""Set in an Engine replica and inherited by its child processes; other uses of vLLM are unaffected."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 def tie_children() -> None:
-    """Tie the vLLM processes that this one will start to it."""
+    """Tie the vLLM processes that this process will start to this process."""
     os.environ[TIED] = "1"
 
 
@@ -29,10 +29,10 @@ def tie_to_parent() -> None:
 
 
 def end_with(parent: int, number: signal.Signals) -> None:
-    """Have the kernel send this process a signal when its parent ends; without effect except on Linux.
+    """Make the kernel send a signal to this process when its parent ends; only Linux supports this.
 
     Args:
-        parent: The id of the parent. If it has ended already, this process exits at once.
+        parent: The id of the parent. If the parent has already ended, this process exits at once.
         number: The signal.
     """
     if not sys.platform.startswith("linux"):

@@ -1,9 +1,8 @@
-"""Runs the command `serve` with more time for Ray Serve's proxy to start.
+"""Run the command `serve` with more time for Ray Serve's proxy to start.
 
     python -m serve_app.system.patient_serve SECONDS SERVE [ARGUMENT ...]
 
-`serve run` waits 60 s for the proxy, a constant of Ray Serve without a setting. A machine with more work than
-cores needs longer.
+`serve run` waits 60 s for the proxy; the time is a constant of Ray Serve. An overloaded machine needs longer.
 """
 
 import runpy
@@ -12,7 +11,7 @@ import sys
 from ray.serve._private import api, client
 
 NAME = "HTTP_PROXY_TIMEOUT"
-"""The constant, which both modules have imported."""
+"""The constant; both modules import it."""
 
 
 def main() -> None:
@@ -29,7 +28,7 @@ def wait_for_proxies(seconds: int) -> None:
         AttributeError: This version of Ray keeps the constant elsewhere.
     """
     for module in (api, client):
-        # Without the check, a constant that has moved would silently be set to no effect.
+        # Without this check, setting a constant that Ray has moved would silently have no effect.
         getattr(module, NAME)
         setattr(module, NAME, seconds)
 

@@ -1,4 +1,4 @@
-"""Folders and files that other users of this machine must not enter: sockets of control, tokens."""
+"""Folders and files that other users of this machine must not access: control sockets, tokens."""
 
 import os
 import stat
@@ -7,11 +7,13 @@ from contextlib import suppress
 from pathlib import Path
 
 OTHERS = 0o077
-"""The permissions of a group and of others."""
+"""The permission bits of group and others."""
 
 
 def private_folder(folder: Path) -> None:
-    """Make a folder that only this user may enter, in one that all users write to; or close one that exists.
+    """Create a folder that only this user may enter, or remove other users' permissions from an existing one.
+
+    Its parent may be writable for all users.
 
     Raises:
         PermissionError: The folder belongs to another user, or the path is a link.
@@ -24,7 +26,7 @@ def private_folder(folder: Path) -> None:
 
 
 def close_to_others(path: Path) -> None:
-    """Take the permissions of others from a file or folder, if it is there and belongs to this user."""
+    """Remove other users' permissions from a file or folder, if it exists and belongs to this user."""
     with suppress(FileNotFoundError):
         found = path.stat()
         if found.st_uid == os.geteuid() and found.st_mode & OTHERS:
@@ -32,10 +34,10 @@ def close_to_others(path: Path) -> None:
 
 
 def close_session(session: Path) -> None:
-    """Close the folder of a Ray session to others, and keep them from laying another one in its place.
+    """Make a Ray session's folder private, and keep other users from replacing it.
 
-    Ray lets everybody write into the folder, which has the sockets of its processes, and into the one that it
-    is in; it does so when a node starts.
+    When a node starts, Ray makes this folder, which holds the sockets of Ray's processes, and its parent
+    writable for all users.
     """
     close_to_others(session)
     with suppress(OSError):
@@ -45,15 +47,15 @@ def close_session(session: Path) -> None:
 
 
 def new_private_file(file: Path, text: str) -> None:
-    """Write a new file that nobody else can read at any moment.
+    """Write a new file that other users can't read at any moment.
 
     Raises:
-        FileExistsError: It exists.
+        FileExistsError: The file exists.
     """
     with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as new:
         new.write(text)
 
 
 def token_file(environment: Mapping[str, str] = os.environ, home: Path | None = None) -> Path:
-    """Return the file of Ray's token, with which anyone can run code as the user of a Ray cluster."""
+    """Return the path of Ray's token; anyone with the token can run code as the user of a Ray cluster."""
     return Path(environment.get("RAY_AUTH_TOKEN_PATH") or (home or Path.home()) / ".ray" / "auth_token")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import psutil
 
 KILL_S = 5.0
-"""Seconds in which the kernel removes a killed process; one that waits for a device may take longer."""
+"""Seconds in which the kernel removes a killed process; a process that waits for a device may take longer."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -21,15 +21,15 @@ _PR_SET_CHILD_SUBREAPER = 36
 def adopt_orphans() -> None:
     """Become the parent of every descendant that loses its own parent.
 
-    A process that outlives its parent (a raylet, HAProxy) stays a descendant, and is found without a search
-    by name, which could hit processes of other programs.
+    So a process that outlives its parent (a raylet, HAProxy) stays a descendant. A search by name could match
+    processes of other programs.
     """
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def descendants(*roots: int) -> list[int]:
-    """Return the ids of all processes below others, parents first; by default below this one."""
+    """Return the ids of all descendants of some processes, parents first; default: of this process."""
     found: list[int] = []
     for root in roots or (os.getpid(),):
         with suppress(psutil.Error):
@@ -38,10 +38,10 @@ def descendants(*roots: int) -> list[int]:
 
 
 def reap() -> dict[int, int]:
-    """Collect the children that have ended, adopted ones too.
+    """Collect the children that have ended, adopted children too.
 
     Returns:
-        Their exit codes by id; the code of a process that a signal ended is the negative signal number.
+        Exit codes by process id; a process that a signal ended has the negative signal number.
     """
     codes = {}
     with suppress(ChildProcessError):
@@ -51,7 +51,7 @@ def reap() -> dict[int, int]:
 
 
 def end_descendants(grace_s: float) -> list[int]:
-    """End all processes below this one: SIGTERM, and SIGKILL for those that live after `grace_s` seconds.
+    """End all descendants of this process: SIGTERM, then SIGKILL after `grace_s` seconds.
 
     Returns:
         The ids of the processes that were ended.
@@ -65,10 +65,10 @@ def end_descendants(grace_s: float) -> list[int]:
 
 
 def end_all(living: Callable[[], list[int]], grace_s: float) -> list[int]:
-    """End processes: SIGTERM, and SIGKILL for those that live after `grace_s` seconds.
+    """End processes: SIGTERM, then SIGKILL after `grace_s` seconds.
 
     Args:
-        living: Returns the ids of those that live; a process that is being ended may still start others.
+        living: Returns the ids of the live processes; a process may still start children while it ends.
         grace_s: Seconds between the signals.
 
     Returns:
@@ -93,7 +93,7 @@ def end_all(living: Callable[[], list[int]], grace_s: float) -> list[int]:
 def start_time(pid: int) -> int | None:
     """Return when a process started, in clock ticks since boot; None if there is no such process.
 
-    The pair of id and start time names one process for good, since the kernel reuses ids.
+    The kernel reuses ids; the pair of id and start time is unique.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
@@ -105,7 +105,7 @@ def start_time(pid: int) -> int | None:
 
 
 def environment(pid: int) -> dict[str, str]:
-    """Return the environment that a process was started with; empty if it can't be read."""
+    """Return the initial environment of a process; empty if it can't be read."""
     try:
         return psutil.Process(pid).environ()
     except psutil.Error:
@@ -116,8 +116,8 @@ class Listener(NamedTuple):
     """A process that listens on a port.
 
     Attributes:
-        pid: Its id.
-        name: Name of its program.
+        pid: Process id.
+        name: Name of the program.
     """
 
     pid: int
@@ -130,7 +130,7 @@ def listeners(port: int) -> list[Listener]:
     for one in psutil.net_connections("tcp"):
         here = one.laddr.port if one.laddr else None
         if one.status == psutil.CONN_LISTEN and here == port and one.pid is not None:
-            # It may end at this moment.
+            # The process may have ended.
             with suppress(psutil.Error):
                 found.add(Listener(one.pid, psutil.Process(one.pid).name()))
     return sorted(found)

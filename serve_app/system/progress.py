@@ -1,4 +1,4 @@
-"""What a command does now, on standard error: a line that changes on a terminal, lines elsewhere."""
+"""Progress of a command on standard error: one changing line on a terminal, separate lines elsewhere."""
 
 import sys
 import time
@@ -15,10 +15,10 @@ class Progress:
     """The display of a command.
 
     Args:
-        live: Whether the line may change: no other program writes to this terminal.
+        live: Whether the line may change; False if another program writes to this terminal.
         quiet: Show nothing.
         timed: Begin each line with the seconds since the start.
-        every_s: Elsewhere than on a terminal, seconds between two lines; None: a line for each new text.
+        every_s: Seconds between lines where there is no terminal; None: a line for each new text.
         clock: Monotonic clock, in seconds.
     """
 
@@ -44,19 +44,19 @@ class Progress:
     def show(
         self, text: str, done: int = 0, total: int | None = None, note: str = "", last: bool = False
     ) -> None:
-        """Show what is being done.
+        """Show the current work.
 
         Args:
-            text: A line about it.
-            done: Parts that are done.
-            total: All parts; None: there is no bar.
+            text: A line that describes the work.
+            done: The number of finished parts.
+            total: The number of all parts; None: no progress bar.
             note: A line about the current state; may be empty.
-            last: Whether nothing follows.
+            last: Whether this is the last call.
         """
         if self._quiet:
             return
         if self._changes:
-            # A terminal that is closed takes no more text, and the work goes on without it.
+            # After its terminal is closed, the command works without display.
             with suppress(OSError):
                 self._draw(text, done, total, note)
             return
@@ -71,13 +71,13 @@ class Progress:
         self._shown = text
 
     def say(self, text: str) -> None:
-        """Print a line that stays, unless it is the one before."""
+        """Print a line that stays, unless it repeats the previous line."""
         if not self._quiet and text != self._said:
             self._print(text)
         self._said = text
 
     def end(self, message: str = "") -> None:
-        """Remove the line that changes; a message stays in its place."""
+        """Remove the changing line; print a message in its place if there is one."""
         with suppress(OSError):
             if self._live is not None:
                 self._live.stop()
@@ -103,7 +103,7 @@ class Progress:
         if self._live is None:
             self._live = Live(console=Console(stderr=True), auto_refresh=False, transient=True)
             self._live.start()
-            # A command that is killed could not bring the cursor back.
+            # A killed command could not show the cursor again.
             self._live.console.show_cursor(True)
         line: RenderableType = Text(self._time(text if total is not None else f"{text} ..."))
         if total is not None:

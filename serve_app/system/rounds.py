@@ -1,4 +1,4 @@
-"""The rounds of a thread or task that does the same again and again."""
+"""Rounds of a thread or task that repeats its work."""
 
 import logging
 import time
@@ -8,18 +8,18 @@ from contextlib import contextmanager
 logger = logging.getLogger("ray.serve")
 
 SILENT_S = 60.0
-"""Seconds without a round that succeeds after which the work counts as dead."""
+"""Seconds without a successful round after which the work counts as dead."""
 
 
 class Rounds:
-    """Rounds of work that never ends unseen.
+    """Repeated work whose failures are logged and can't stay unnoticed.
 
-    A round that raises is logged with its stack, once until a round succeeds, and the work goes on. A thread
-    that has died, hangs, or fails each time has no round that succeeds: a health check asks `check`.
+    The first failed round after a success is logged with its stack, and the work continues. A thread that has
+    died, hangs, or fails each time has no successful round; a health check detects this with `check`.
 
     Args:
-        name: The work, for messages.
-        silent_s: Seconds without a round that succeeds after which `check` raises.
+        name: Name of the work, for messages.
+        silent_s: Seconds without a successful round after which `check` raises.
         clock: Monotonic clock, in seconds.
     """
 
@@ -34,7 +34,7 @@ class Rounds:
 
     @contextmanager
     def round(self) -> Iterator[None]:
-        """Return the context of one round, which takes its exceptions."""
+        """Return the context of one round; it logs and suppresses exceptions."""
         try:
             yield
         except Exception:

@@ -1,4 +1,4 @@
-"""Handlers of Ray Serve's log: flushing them, and keeping them while a library configures logging."""
+"""Flush Ray Serve's log handlers, and preserve them while a library configures logging."""
 
 import logging
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ def preserved_handlers(name: str = "ray.serve") -> Iterator[None]:
     """Restore the targets of a logger's buffered handlers when the block ends.
 
     vLLM calls `logging.config.dictConfig` when it starts, which closes every handler of the process. A closed
-    buffered handler has no target: the replica's log ends there, and a restarted Serve controller, which
-    asks the replica for its log's path in vain, replaces the replica.
+    buffered handler has no target: the replica's log ends. A restarted Serve controller asks the replica for
+    its log's path, gets no answer, and replaces the replica.
 
     Args:
         name: The logger.
@@ -23,15 +23,16 @@ def preserved_handlers(name: str = "ray.serve") -> Iterator[None]:
         yield
     finally:
         for handler, target in zip(handlers, targets, strict=True):
-            # A closed file handler opens its file again for the next record.
+            # A closed file handler reopens its file for the next log record.
             handler.setTarget(target)
 
 
 def flush_warnings(name: str = "ray.serve") -> None:
     """Make a logger's buffered handlers flush at warnings.
 
-    With RAY_SERVE_THROUGHPUT_OPTIMIZED they buffer up to a thousand log records, or until an error. Nothing
-    is logged per request here, so a warning that an engine has failed could stay there for days, or be lost.
+    With RAY_SERVE_THROUGHPUT_OPTIMIZED the handlers buffer up to a thousand log records, or until an error.
+    This project logs nothing per request, so a warning about a failed engine could stay in the buffer for
+    days, or be lost.
 
     Args:
         name: The logger.

@@ -1,6 +1,6 @@
-"""YAML as text: configs with comments, and changes that leave the comments of others in place.
+"""YAML as text: write configs with comments, and change values without losing a user's comments.
 
-PyYAML says what a text means, since Ray Serve reads a config with PyYAML; ruamel.yaml changes texts.
+PyYAML reads the values, since Ray Serve reads a config with PyYAML; ruamel.yaml changes the text.
 """
 
 import io
@@ -19,7 +19,7 @@ from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 from ruamel.yaml.tokens import CommentToken
 
 WIDTH = 110
-"""Columns of a line of a comment."""
+"""Most columns of a comment line."""
 
 Place = tuple[str | int, ...]
 """The keys and indices from the root of a document to a value."""
@@ -30,9 +30,9 @@ class Noted:
     """A value and its comment.
 
     Attributes:
-        value: A section; a list of sections; or any value of YAML, which takes one line.
-        comment: Paragraphs, one per line. A line that begins with a space is left as it is. Empty: the
-            comment above the item before holds for this one too.
+        value: A section; a list of sections; or any YAML value, written on one line.
+        comment: Paragraphs, one per line. A line that begins with a space is not wrapped. Empty: the comment
+            of the previous item covers this item too.
     """
 
     value: Any
@@ -47,7 +47,7 @@ class NotYAMLError(ValueError):
 
 
 class YAMLFormError(ValueError):
-    """A text has a form in which a value can't be changed alone, such as one anchor for two values."""
+    """A value can't be changed alone, for instance because two values share an anchor."""
 
 
 def render(document: Section, head: str = "") -> str:
@@ -55,7 +55,7 @@ def render(document: Section, head: str = "") -> str:
 
     Args:
         document: Its sections.
-        head: Comment at its top.
+        head: Comment at the top.
     """
     root = _node(document, 0)
     for key in list(document)[1:]:
@@ -66,13 +66,13 @@ def render(document: Section, head: str = "") -> str:
 
 
 def put(section: Section, place: Sequence[str], value: Any, comment: str) -> None:
-    """Set a value, in place of the one that is there.
+    """Set or replace a value.
 
     Args:
         section: The section.
-        place: Keys down to the value; sections that are missing are made.
-        value: Any value of YAML.
-        comment: Comment if the value is a new one.
+        place: Keys down to the value; missing sections are created.
+        value: Any YAML value.
+        comment: Comment for a new value.
     """
     key, *rest = place
     if not rest:
@@ -87,7 +87,7 @@ def put(section: Section, place: Sequence[str], value: Any, comment: str) -> Non
 
 
 class _Loader(yaml.SafeLoader):
-    """A reader that leaves dates as text, so that a wrong one has a path in its error."""
+    """A reader that keeps dates as text, so that the error for an invalid date has a path."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -108,7 +108,7 @@ def load(text: str) -> Any:
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise NotYAMLError(f"this is not YAML: {error.problem}{line}") from None
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):
-        # All but the first: tags with values that are none of their types, and lists nested too deep.
+        # The other exceptions: a value of the wrong type for its tag, and lists nested too deep.
         raise NotYAMLError("this is not YAML") from None
 
 
@@ -117,20 +117,20 @@ def dump(value: Any) -> str:
     text = str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=sys.maxsize))
     if yaml.safe_load(text) == value:
         return text
-    # PyYAML writes some ends of lines of Unicode as they are, and reads them as spaces.
+    # PyYAML writes some Unicode line ends unescaped, and reads them as spaces.
     return str(yaml.safe_dump(value, sort_keys=False, width=sys.maxsize))
 
 
 def updated(text: str, content: Any, comments: Mapping[Place, str] | None = None) -> str:
-    """Return a text with other values: comments, order and quotes of the values that stay are kept.
+    """Return a text with changed values; unchanged values keep their comments, order and quotes.
 
     Args:
         text: A YAML document.
-        content: Its values afterwards.
-        comments: Comments of values that are new, by path.
+        content: The new values of the document.
+        comments: Comments for added values, by path.
 
     Raises:
-        FormError: The text has a form that can't be changed in place.
+        YAMLFormError: The text can't be changed in place.
         NotYAMLError: The text is not YAML.
     """
     before = load(text)
@@ -145,13 +145,13 @@ def updated(text: str, content: Any, comments: Mapping[Place, str] | None = None
         if load(changed) != content:
             raise YAMLFormError("two of its values are one")
     except (YAMLError, NotYAMLError, IndexError) as error:
-        # ruamel.yaml 0.19 raises an IndexError for a comment above a document in one line.
+        # ruamel.yaml 0.19 raises an IndexError for a comment above a one-line document.
         raise YAMLFormError(str(error)) from None
     return changed
 
 
 def updated_or_new(text: str, content: Any, comments: Mapping[Place, str] | None = None) -> str:
-    """Return a text with other values as `updated` does; without comments if its form can't be changed."""
+    """Return `updated(…)`, or the content without comments if the text can't be changed in place."""
     try:
         return updated(text, content, comments)
     except YAMLFormError:
@@ -159,7 +159,7 @@ def updated_or_new(text: str, content: Any, comments: Mapping[Place, str] | None
 
 
 def _update(node: Any, before: Any, after: Any, place: Place, comments: Mapping[Place, str]) -> None:
-    """Change a node so that its values are others; both are mappings, or both are lists."""
+    """Change the values of a node; `before` and `after` are both mappings or both lists."""
     if isinstance(after, list):
         for index in reversed(range(len(after), len(before))):
             del node[index]
@@ -179,7 +179,7 @@ def _update(node: Any, before: Any, after: Any, place: Place, comments: Mapping[
         elif value and type(before[key]) is type(value) and isinstance(node[key], CommentedBase):
             _update(node[key], before[key], value, here, comments)
         else:
-            # In JSON a value stays in quotes.
+            # In JSON the new value must be quoted too.
             old = node[key][0] if isinstance(node[key], CommentedSeq) and len(node[key]) else node[key]
             quoted = string.printable if isinstance(old, DoubleQuotedScalarString) else ""
             node[key] = _node(_with_comments(value, here, comments), _column(node) + 2, quoted)
@@ -194,7 +194,7 @@ def _add(node: Any, key: str | int, value: Any, place: Place, comments: Mapping[
         node[key] = new
         if (comment := comments.get(place)) and not node.fa.flow_style():
             _comment(node, key, comment, _column(node))
-    # ruamel.yaml keeps the comment above a value with the line before the value.
+    # ruamel.yaml attaches the comment above a value to the line before the value.
     if token := ending[number]:
         first, _, above = token.value.partition("\n")
         if above:
@@ -204,7 +204,7 @@ def _add(node: Any, key: str | int, value: Any, place: Place, comments: Mapping[
 
 
 def _last_line(node: Any) -> tuple[list[Any], int]:
-    """Return where the comment behind the last line of a node is: a list, and the index in it."""
+    """Return the place of the comment after the last line of a node: a list, and an index in the list."""
     key: Any = None
     while isinstance(node, CommentedMap | CommentedSeq) and len(node) and not node.fa.flow_style():
         parent, key = node, (len(node) - 1 if isinstance(node, CommentedSeq) else next(reversed(node)))
@@ -216,7 +216,7 @@ def _last_line(node: Any) -> tuple[list[Any], int]:
 
 
 def _with_comments(value: Any, place: Place, comments: Mapping[Place, str]) -> Any:
-    """Return a mapping as a section, so that it is written in block style."""
+    """Return a mapping as a section, which is written in block style."""
     if isinstance(value, dict) and value:
         return {
             key: Noted(_with_comments(each, (*place, key), comments), comments.get((*place, key), ""))
@@ -226,22 +226,22 @@ def _with_comments(value: Any, place: Place, comments: Mapping[Place, str]) -> A
 
 
 def _column(node: Any) -> int:
-    # A mapping that is new has no place yet.
+    # A new mapping has no column yet.
     return node.lc.col or 0
 
 
 def is_section(value: Any) -> bool:
-    """Return whether a value is a section of its own lines."""
+    """Return whether a value is a section, with a line per item."""
     return isinstance(value, dict) and bool(value) and all(isinstance(item, Noted) for item in value.values())
 
 
 def _node(value: Any, depth: int, quoted: str = "") -> Any:
-    """Return a value as ruamel.yaml writes it.
+    """Return a value as a ruamel.yaml node.
 
     Args:
-        value: A section, a list of sections, or any value of YAML.
-        depth: Spaces before its lines.
-        quoted: Characters that PyYAML doesn't take for text at this place.
+        value: A section, a list of sections, or any YAML value.
+        depth: Indentation of its lines, in spaces.
+        quoted: Characters that PyYAML doesn't read as text at this place.
     """
     if is_section(value):
         section = CommentedMap()
@@ -252,7 +252,7 @@ def _node(value: Any, depth: int, quoted: str = "") -> Any:
     if isinstance(value, list) and value and all(map(is_section, value)):
         entries = CommentedSeq()
         for index, section in enumerate(value):
-            # The comment of the first key stands above the dash.
+            # The comment of the first key goes above the dash.
             (key, first), *rest = section.items()
             entries.append(_node({key: Noted(first.value)} | dict(rest), depth + 2))
             _comment(entries, index, first.comment, depth)
@@ -282,7 +282,7 @@ def _wrapped(text: str, depth: int) -> str:
         if paragraph.startswith(" "):
             lines.append(paragraph[1:])
         else:
-            # Two columns are the sign of a comment.
+            # The comment sign and a space take two columns.
             width = WIDTH - depth - 2
             lines += textwrap.wrap(paragraph, width, break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines)
@@ -292,7 +292,7 @@ _QUOTED = set("#,[]{}?'\"")
 
 
 def _is_plain(value: str) -> bool:
-    """Return whether a text needs no quotes: YAML takes it for nothing else."""
+    """Return whether a text needs no quotes: YAML reads it as the same text."""
     if not (value.isascii() and value.isprintable() and value == value.strip()) or set(value) & _QUOTED:
         return False
     try:
@@ -302,7 +302,7 @@ def _is_plain(value: str) -> bool:
 
 
 def _yaml(text: str = "") -> YAML:
-    """Return a reader and writer that indents as a text does; as this project's configs do if it's empty."""
+    """Return a reader and writer with the indentation of a text; if empty, of this project's configs."""
     writer = YAML()
     writer.preserve_quotes = True
     writer.width = sys.maxsize
@@ -317,7 +317,7 @@ def _yaml(text: str = "") -> YAML:
 
 
 def _represent_float(representer: Any, value: float) -> Any:
-    # 5e-324 is a text for PyYAML, and 5.0e-324 is a number.
+    # PyYAML reads 5e-324 as text, and 5.0e-324 as a number.
     return representer.represent_scalar("tag:yaml.org,2002:float", yaml.safe_dump(value).splitlines()[0])
 
 

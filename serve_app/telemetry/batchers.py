@@ -22,7 +22,7 @@ def metrics_of(batcher: ContinuousBatcher | DynamicBatcher[object, object]) -> t
 
 
 def _taken(kept: deque[ItemT]) -> list[ItemT]:
-    """Return what was kept since the last call."""
+    """Return the items since the last call."""
     items = list(kept)
     kept.clear()
     return items

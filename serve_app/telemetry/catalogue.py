@@ -35,7 +35,7 @@ class Metric:
         return f"ray_{self.name}"
 
 
-# Of every replica.
+# Every replica.
 FAULTS = Metric(
     "saturate_faults_total",
     "counter",
@@ -43,7 +43,7 @@ FAULTS = Metric(
     (),
 )
 
-# Of the Ingress.
+# The Ingress.
 REQUESTS = Metric(
     "saturate_requests_total",
     "counter",
@@ -75,12 +75,12 @@ PER_TOKEN = Metric(
 PATH_SECONDS = Metric(
     "saturate_path_seconds",
     "histogram",
-    "Seconds of an answered request that were spent neither waiting in the batcher nor in the engine",
+    "Seconds of an answered request outside the batcher's queue and the engine",
     ("model",),
     SECONDS,
 )
 
-# Of a model's batcher.
+# A model's batcher.
 QUEUE_RECORDS = Metric(
     "saturate_queue_records", "gauge", "Records that wait, by service tier", ("model", "tier")
 )
@@ -91,7 +91,7 @@ QUEUE_OUTSIDE = Metric("saturate_queue_outside", "gauge", "Callers that wait for
 WAIT_ESTIMATE = Metric(
     "saturate_wait_estimate_seconds",
     "gauge",
-    "Seconds that a record of the default tier would wait if it came now",
+    "Seconds that a new record of the default tier would wait",
 )
 RUNNING_RECORDS = Metric("saturate_running_records", "gauge", "Records that run")
 RUNNING_LIMIT = Metric(
@@ -131,7 +131,8 @@ OUTPUT_TOKENS = Metric("saturate_output_tokens_total", "counter", "Tokens out, a
 LOOP_HELD = Metric(
     "saturate_loop_held_seconds",
     "gauge",
-    "Longest time in the last second for which an Engine replica's event loop was held; the log says by what",
+    "Longest time in the last second for which an Engine replica's event loop was held; the log names the "
+    "cause",
 )
 BATCH_RECORDS = Metric(
     "saturate_batch_records", "histogram", "Records in a batch of a function", ("model",), RECORDS
@@ -141,7 +142,8 @@ BATCHED_COST = Metric("saturate_batched_cost_total", "counter", "Cost of all bat
 PADDED_COST = Metric(
     "saturate_padded_cost_total",
     "counter",
-    "The same with each batch padded to its longest record; the excess over the other is padding",
+    "Cost with each batch padded to its longest record; the excess over saturate_batched_cost_total is "
+    "padding",
 )
 TENANT_RECORDS = Metric(
     "saturate_tenant_records_total", "counter", "Records that ran, by tenant", ("model", "tenant")
@@ -172,13 +174,13 @@ USAGE_ROWS = Metric("saturate_usage_rows_total", "counter", "Rows that were writ
 USAGE_DROPPED = Metric(
     "saturate_usage_rows_dropped_total",
     "counter",
-    "Rows that were dropped from the usage ledger: they could not be written for too long",
+    "Rows that the usage ledger dropped because they could not be written for too long",
 )
 USAGE_BEHIND = Metric(
     "saturate_usage_behind_seconds", "gauge", "Seconds since the usage ledger was last written"
 )
 
-# Of a driver in the service's cluster.
+# A driver in the service's cluster.
 DRIVER_ROWS = Metric(
     "saturate_driver_rows_total",
     "counter",
@@ -186,12 +188,14 @@ DRIVER_ROWS = Metric(
     ("model", "outcome"),
 )
 DRIVER_TOKENS = Metric(
-    "saturate_driver_tokens_total", "counter", "Tokens of those rows, in prompts and results"
+    "saturate_driver_tokens_total",
+    "counter",
+    "Tokens of the rows in saturate_driver_rows_total, in prompts and results",
 )
 DRIVER_RETRIES = Metric("saturate_driver_retries_total", "counter", "Calls that a driver sent again")
 DRIVER_CALLS = Metric("saturate_driver_calls_in_progress", "gauge", "Calls of a driver that await an answer")
 
-# Of the batches of OpenAI's API.
+# The batches of OpenAI's API.
 BATCHES_OPEN = Metric(
     "saturate_batches_open", "gauge", "Batches of /v1/batches that have not ended, by state", ("state",)
 )
@@ -216,7 +220,7 @@ BATCHES_LATE = Metric(
 )
 BATCHES_BYTES = Metric("saturate_batches_file_bytes", "gauge", "Bytes of all stored files", ())
 
-# Of the quotas.
+# The quotas.
 QUOTA_USED = Metric(
     "saturate_quota_used_ratio",
     "gauge",
@@ -224,7 +228,7 @@ QUOTA_USED = Metric(
     ("subject", "limit"),
 )
 
-# Of models that take turns.
+# Models that take turns.
 AWAKE = Metric(
     "saturate_turn_awake", "gauge", "Engines of a model that are awake on a shared device", ("model", "group")
 )
@@ -237,7 +241,8 @@ TURNS_BEGUN = Metric(
 SWITCHING = Metric(
     "saturate_turn_switching_seconds_total",
     "counter",
-    "Seconds in which a shared device did nothing before a turn: one model fell asleep, this one woke up",
+    "Seconds in which a shared device did nothing before a turn, while another model fell asleep and this "
+    "model woke up",
     ("model", "group"),
 )
 
@@ -292,7 +297,7 @@ ENGINE = (
     ("vllm_prompt_tokens_total", "counter", "Tokens of prompts"),
     ("vllm_num_preemptions_total", "counter", "Sequences that were preempted and computed again"),
     ("vllm_prefix_cache_queries_total", "counter", "Tokens that were looked up in the prefix cache"),
-    ("vllm_prefix_cache_hits_total", "counter", "Tokens that were found there"),
+    ("vllm_prefix_cache_hits_total", "counter", "Tokens that were found in the prefix cache"),
     (
         "vllm_time_to_first_token_seconds",
         "histogram",
@@ -308,7 +313,7 @@ ALL = tuple(dict.fromkeys((*INGRESS, *BATCHER, *LLM, *FUNCTION, *DRIVER, *BATCHE
 
 def table() -> str:
     """Return all metrics as a Markdown table."""
-    rows = ["| metric | kind | labels | what it is |", "|---|---|---|---|"]
+    rows = ["| metric | kind | labels | description |", "|---|---|---|---|"]
     for metric in ALL:
         labels = ", ".join(f"`{label}`" for label in metric.labels) or "none"
         rows.append(f"| `{metric.exported}` | {metric.kind} | {labels} | {metric.help} |")

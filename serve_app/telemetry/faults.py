@@ -8,9 +8,9 @@ from serve_app.telemetry.meters import Meters
 
 
 class FaultCount(logging.Handler):
-    """Counts errors with a stack in the log of Ray Serve, Serve's own about a failed call among them.
+    """Counts errors with a stack in Ray Serve's log, including Serve's errors about failed calls.
 
-    Serve logs so too where a method of a handle raises a `RequestError`, which is no fault.
+    Serve also logs an error if a method of a handle raises a `RequestError`, which is no fault.
 
     Args:
         logger: The log.
@@ -36,5 +36,5 @@ class FaultCount(logging.Handler):
         meters.count(FAULTS, self.total)
 
     def stop(self) -> None:
-        """Count no more."""
+        """Stop counting."""
         self._logger.removeHandler(self)

@@ -1,4 +1,4 @@
-"""Histogram whose export costs the same however many values it has taken in."""
+"""Histogram whose export cost doesn't depend on the number of values."""
 
 from bisect import bisect_left
 from collections.abc import Callable
@@ -14,9 +14,9 @@ class Histogram:
     """Counts values in buckets, and exports the counts as gauges.
 
     Ray's own histogram sends the number of values per bucket, but its agent then observes each value singly,
-    as the middle of its bucket: some 10 µs of Python per value, on a machine whose cores the engine needs.
-    The series here are those of a Prometheus histogram: `_bucket` with the label `le`, `_sum` and `_count`.
-    Their type is gauge, which makes no difference to queries.
+    as the middle of its bucket: about 10 µs of Python per value, on a machine whose cores the engine needs.
+    This class exports the series of a Prometheus histogram: `_bucket` with the label `le`, `_sum` and
+    `_count`. Their type is gauge, which makes no difference to queries.
 
     Args:
         metric: The histogram.

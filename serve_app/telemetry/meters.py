@@ -1,4 +1,4 @@
-"""Instruments of the metrics: Ray Serve's, which Ray exports to Prometheus."""
+"""Instruments of the metrics: Ray Serve's instruments, which Ray exports to Prometheus."""
 
 from collections.abc import Callable, Iterable
 
@@ -18,7 +18,7 @@ def instrument(metric: Metric) -> Instrument:
 
 
 class Meters:
-    """Instruments by metric. A call costs some 3 µs, too much to make one per token.
+    """Instruments by metric. A call costs about 3 µs, too much for a call per token.
 
     Args:
         metrics: The metrics that will be recorded.

@@ -15,7 +15,7 @@ Format = Literal["json", "text"]
 
 FILE_BYTES = 64 * 1024 * 1024
 FILES = 4
-"""Older files that are kept."""
+"""Number of older files that are kept."""
 
 
 def log_fields(request: TrackedRequest, offset_s: float) -> dict[str, Any]:
@@ -111,9 +111,9 @@ class RequestLog:
 
 
 def serve_logs() -> Path | None:
-    """Return the folder of this replica's log; None if Ray Serve writes none."""
+    """Return the folder of this replica's log; None if Ray Serve writes no log."""
     for handler in logging.getLogger("ray.serve").handlers:
-        # Ray Serve may wrap the file's handler in one that buffers.
+        # Ray Serve may wrap the file's handler in a buffering handler.
         file = getattr(handler, "target", handler)
         if path := getattr(file, "baseFilename", None):
             return Path(path).parent

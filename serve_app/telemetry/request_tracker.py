@@ -13,13 +13,13 @@ from serve_app.relay.usage import RequestUsage
 RequestOutcome = Literal["ok", "refused", "rejected", "expired", "failed", "cancelled"]
 
 CONVERTOR = re.compile(r":[a-z]+}")
-"""The type of a parameter in the path of a route."""
+"""Type of a parameter in the path of a route."""
 
 MAX_PENDING = 2_000
-"""Ended requests that are reported at once, without waiting for the next round of the reporter."""
+"""Number of ended requests that are reported at once, before the next round of the reporter."""
 
 QUIET = {"/", "/health", "/ping", "/version", "/stats", "/stats.html", "/v1/models"}
-"""Routes about the service itself: probes request some of them every few seconds."""
+"""Routes about the service itself: probes call some of these routes every few seconds."""
 
 
 class TrackedRequest:
@@ -28,12 +28,12 @@ class TrackedRequest:
     Attributes:
         scope: The request's ASGI scope.
         started_at: Time of arrival, on the clock of `time.monotonic`.
-        first_at: When the first piece of the answer was sent; 0: none was.
-        ended_at: When the request ended.
-        model: Id of the model; empty until it is known, and if there is none.
+        first_at: Time at which the first piece of the answer was sent; 0: no piece was sent.
+        ended_at: Time of the end.
+        model: Id of the model; empty while it is unknown, or without a model.
         tenant: The tenant.
-        status: HTTP status of the answer, also where it was known only after another one was sent; 0: there
-            was no answer.
+        status: HTTP status of the answer, even if it was known only after another status was sent; 0: no
+            answer.
         streams: Whether the answer is a stream of events.
         complete: Whether the last piece of the answer was sent.
         left: Whether the client has disconnected, or the server stops.
@@ -84,14 +84,14 @@ class TrackedRequest:
     def route(self) -> str | None:
         """Path of the request's route, with the names of its parameters in place of their values.
 
-        None: it has no route. A path, or a parameter of one, may hold anything, a prompt too.
+        None: the request has no route. A path, or a parameter in it, may hold any text, such as a prompt.
         """
         path: str = self.scope["path"]
         if "endpoint" not in self.scope:
             return None
         if not self.scope.get("path_params"):
             return path
-        # Older versions of Starlette don't tell the route.
+        # Older versions of Starlette don't set `route`.
         route = self.scope.get("route")
         prefix: str = self.scope.get("root_path", "")
         return None if route is None else prefix + CONVERTOR.sub("}", route.path)
@@ -103,8 +103,8 @@ class TrackedRequest:
 
     @property
     def outcome(self) -> RequestOutcome:
-        """RequestOutcome of the request."""
-        # The usage comes with the last bytes, and a client that has these may not wait for the stream's end.
+        """Outcome of the request."""
+        # The usage comes with the last bytes, after which a client may leave before the stream's end.
         if not self.complete and self.usage is None:
             return "cancelled" if self.left else "failed"
         match self.status:
@@ -131,7 +131,7 @@ class TrackedRequest:
 
 
 def with_request_id(scope: MutableMapping[str, Any]) -> Headers:
-    """Return the headers of a request, with an id if it came without one: log and ledger are joined by it."""
+    """Return the headers of a request, with a new id if it has no id: log and ledger are joined by the id."""
     headers: Headers = scope["headers"]
     if not any(name == b"x-request-id" for name, _ in headers):
         headers = scope["headers"] = [*headers, (b"x-request-id", uuid.uuid4().hex.encode())]
@@ -139,7 +139,7 @@ def with_request_id(scope: MutableMapping[str, Any]) -> Headers:
 
 
 class RequestTracker:
-    """Tracks the requests of an Ingress replica, and reports those that have ended.
+    """Tracks the requests of an Ingress replica, and reports the ended requests.
 
     Args:
         reports: Called with all requests that have ended since the last call.

@@ -5,7 +5,7 @@ from serve_app.telemetry.meters import Meters
 from serve_app.telemetry.request_tracker import TrackedRequest
 
 NO_MODEL = "none"
-"""Label of requests that reached no model: a name from a client would make a series of its own."""
+"""Label of requests that reached no model: a client could make a new series with each name."""
 
 
 class RequestMetrics:

@@ -1,4 +1,4 @@
-"""Labels of tenants: the largest have a series of their own, since Prometheus bears a limited number."""
+"""Labels of tenants: only the largest have their own series, since Prometheus can't hold one for each."""
 
 OTHER = "other"
 
@@ -10,10 +10,10 @@ HALF = 60
 
 
 class TenantLabels:
-    """Gives labels of their own to the tenants with the highest recent cost.
+    """Gives separate labels to the tenants with the highest recent cost.
 
-    A series, once begun, lasts until its process ends. So a label is given for good, to each tenant among the
-    top `limit`, and at most five times `limit` labels are given.
+    A series lasts until its process ends. So each tenant among the top `limit` keeps its label, and at most
+    five times `limit` tenants get a label.
 
     Args:
         limit: Size of the top.

@@ -24,7 +24,7 @@ W3C = TraceContextTextMapPropagator()
 CONTEXT = (b"traceparent", b"tracestate")
 
 for _name in ("opentelemetry.trace.span", "opentelemetry.trace.propagation.tracecontext"):
-    # Their warnings quote a trace context that is wrong, which any client may send, at any rate.
+    # Their warnings quote invalid trace contexts, which any client may send at any rate.
     logging.getLogger(_name).setLevel(logging.ERROR)
 
 
@@ -85,8 +85,8 @@ class Tracing:
     def engine(self, request: RelayRequest, model: str, began_at: float, usage: RequestUsage) -> None:
         """Make the spans of a request in an engine.
 
-        `handle` is its way from the Ingress, `engine` the whole, and `queue` and `generate` are the wait and
-        the run of each prompt.
+        `handle` is the request's way from the Ingress, `engine` its time in the engine, and `queue` and
+        `generate` are the wait and the run of each prompt.
 
         Args:
             request: The request, from the Ingress.

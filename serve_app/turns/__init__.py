@@ -1,1 +1,1 @@
-"""Turns of models on one device: one of a group is awake, the others sleep."""
+"""Turns of models on one device: one model of a group is awake while the other models sleep."""

@@ -1,4 +1,4 @@
-"""The Turns deployment: it says which model of each group is awake, behind a deployment handle."""
+"""The Turns deployment: it decides which model of each group is awake, behind a deployment handle."""
 
 import asyncio
 import logging
@@ -20,22 +20,22 @@ from serve_app.turns.rota import Rota
 logger = logging.getLogger("ray.serve")
 
 TICK_S = 1.0
-"""Seconds between two looks for engines that have died."""
+"""Seconds between two checks for engines that have died."""
 
 SILENT_S = 2.5
-"""Seconds without a report after which an engine may have died: twice the longest time between two."""
+"""Seconds without a report after which an engine may have died: twice the longest pause between reports."""
 
 OPENING_S = 5.0
-"""Seconds after the start in which no free device is given away: an engine that has it reports by then."""
+"""Seconds after the start in which no free device is assigned: an engine that has it reports by then."""
 
 
 def named_actors() -> set[str]:
-    """Return the names of all actors that live in the cluster."""
+    """Return the names of all living actors of the cluster."""
     return {actor["name"] for actor in list_named_actors(all_namespaces=True)}
 
 
 class Turns:
-    """Turns of the models that share devices. One replica: one process keeps the rotas.
+    """Turns of the models that share devices. It has one replica, since one process keeps the rotas.
 
     Args:
         settings: The config's `args`, with models that have `share`.
@@ -63,7 +63,7 @@ class Turns:
         collect_rarely()
 
     async def exchange(self, report: TurnReport) -> Order:
-        """Take the report of an engine, and return what it is to do."""
+        """Apply the report of an engine, and return its order."""
         key = (report.group, report.device)
         if key not in self.rotas:
             share = self._settings.share_groups.get(report.group, ShareSettings())
@@ -71,12 +71,12 @@ class Turns:
         return self.rotas[key].exchange(report, self._clock())
 
     async def check_health(self) -> None:
-        """Raise if dead engines aren't found any more, so that Serve replaces this replica."""
+        """Raise an error if dead engines are no longer found, so that Serve replaces this replica."""
         if self._task.done():
             self._task.result()
 
     async def look(self) -> None:
-        """Remove the engines that have died. One that is silent and lives may hold its device."""
+        """Remove the engines that have died. An engine that is silent but alive may hold its device."""
         silent = [
             (rota, name)
             for rota in self.rotas.values()
@@ -98,9 +98,9 @@ class Turns:
             try:
                 await self.look()
             except RayError as error:
-                logger.warning("Ray doesn't tell which engines live: %r", error)
+                logger.warning("Ray doesn't say which engines are alive: %r", error)
             except Exception:
-                # The models go on to take turns.
+                # The models continue to take turns.
                 logger.exception("the engines that have ended are not removed from the turns")
             if self._metrics is not None:
                 # A failure of telemetry must not stop the turns.

@@ -3,8 +3,8 @@
 from typing import Literal, NamedTuple
 
 State = Literal["starting", "loading", "awake", "draining", "asleep", "waking", "failed"]
-"""State of an engine: it waits for its first turn, loads, runs, ends what runs, sleeps, wakes up, or can't be
-used any more."""
+"""State of an engine: it waits for its first turn, loads, runs, finishes running requests, sleeps, wakes up,
+or has failed."""
 
 HOLDING = frozenset[State]({"loading", "awake", "draining", "waking"})
 """States in which an engine has the memory of the device."""
@@ -14,12 +14,12 @@ class TurnDemand(NamedTuple):
     """The work of an engine. Times are spans: clocks of two processes differ.
 
     Attributes:
-        busy: Something runs or waits.
+        busy: Requests run or wait.
         tokens: Tokens that wait.
-        tier: The most urgent tier of them.
+        tier: The most urgent tier of the waiting requests.
         waited_s: Seconds for which work has waited for a turn; 0 while it is awake.
-        deadline_s: Seconds until the first deadline of what waits; None: there is none.
-        left_s: Seconds until all that waits has started, by estimate.
+        deadline_s: Seconds until the first deadline of a waiting request; None: no deadline.
+        left_s: Estimated seconds until all waiting requests have started.
     """
 
     busy: bool = False
@@ -38,8 +38,8 @@ class TurnReport(NamedTuple):
         device: The device, by node and visible GPUs.
         replica: Its replica, by the full name of the actor.
         model: Its model.
-        number: Count of its reports: one that comes late is out of date.
-        state: What it does.
+        number: Count of its reports, to ignore a late report.
+        state: Its state.
         demand: Its work.
         sleep_s: Seconds that its last sleep took to begin; 0: not known.
         wake_s: Seconds that its last wake-up took; 0: not known.
@@ -60,8 +60,8 @@ class Order(NamedTuple):
     """The answer to a report.
 
     Attributes:
-        yours: The engine has the device: it loads, wakes up, or goes on. Otherwise it ends what runs, and
-            sleeps.
+        yours: The engine has the device: it loads, wakes up, or stays awake. Otherwise it finishes the
+            running requests, and sleeps.
         wait_s: Expected seconds until its turn.
     """
 

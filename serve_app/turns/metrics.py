@@ -8,11 +8,11 @@ from serve_app.turns.rota import Rota
 
 
 class TurnMetrics:
-    """Records who is awake, the turns, and what switches cost.
+    """Records the models that are awake, the turns, and the cost of switches.
 
     Args:
         rotas: The rotas, by group and device.
-        meters: Instruments of `catalogue.TURNS`; None: Ray's.
+        meters: Instruments of `catalogue.TURNS`; None: Ray's instruments.
     """
 
     def __init__(self, rotas: Mapping[tuple[str, str], Rota], meters: Meters | None = None) -> None:
@@ -20,11 +20,11 @@ class TurnMetrics:
         self._meters = meters or Meters(catalogue.TURNS)
 
     def report(self) -> None:
-        """Record the state once. Devices of one group are added up."""
+        """Record the state once. The devices of a group are summed."""
         for group in {group for group, _ in self._rotas}:
             rotas = [rota for (name, _), rota in self._rotas.items() if name == group]
             members = [member.report for rota in rotas for member in rota.members.values()]
-            # Models whose engines have ended are not awake any more: a gauge keeps its last value.
+            # A gauge keeps its last value, so models whose engines have ended are set to 0.
             for model in {one.model for one in members}.union(*(rota.turns for rota in rotas)):
                 awake = sum(one.model == model and one.state in {"awake", "draining"} for one in members)
                 self._meters.record(catalogue.AWAKE, awake, model, group)

@@ -7,7 +7,7 @@ from serve_app.turns.messages import HOLDING, Order, TurnReport
 from serve_app.turns.schedule import NO_TIER, Awake, TurnLimits, Waiting, expected_s, next_turn
 
 RECENT = 8
-"""Drains of which the longest counts for the next one."""
+"""Number of latest drains whose longest is the estimate of the next drain."""
 
 
 @dataclass(slots=True)
@@ -16,7 +16,7 @@ class Member:
 
     Attributes:
         report: Its last report.
-        at: When that came.
+        at: Time at which the report came.
     """
 
     report: TurnReport
@@ -24,7 +24,7 @@ class Member:
 
     @property
     def waiting(self) -> Waiting | None:
-        """Its work, if it waits for a turn."""
+        """Its work, if it waits for a turn; None: it doesn't wait."""
         demand = self.report.demand
         if self.report.state == "starting":
             return Waiting(self.at - demand.waited_s)
@@ -35,21 +35,21 @@ class Member:
 
 
 class Rota:
-    """Gives one engine at a time the device.
+    """Gives the device to one engine at a time.
 
-    An engine has it from the moment that it is told so until it reports itself that it sleeps, or is removed:
-    one that is silent may still have its memory.
+    An engine holds the device from the order on until it reports that it sleeps, or is removed: a silent
+    engine may still have memory of the device.
 
     Attributes:
         members: The engines, by replica.
         holder: The replica that has the device; None: it is free.
         turns: Turns that have begun, by model.
-        still_s: Seconds in which switches have kept the device from work, by the model whose turn they began.
+        still_s: Seconds in which switches kept the device from work, by the model whose turn they began.
 
     Args:
         min_turn_s: See `TurnLimits`.
         max_wait_s: See `TurnLimits`.
-        opens_at: Time before which a free device is given to nobody: its holder may not have reported yet.
+        opens_at: Time before which a free device is not assigned: its holder may not have reported yet.
     """
 
     def __init__(self, min_turn_s: float, max_wait_s: float, opens_at: float = float("-inf")) -> None:
@@ -67,7 +67,7 @@ class Rota:
 
     @property
     def limits(self) -> TurnLimits:
-        """The settings and the cost of a switch, as measured so far."""
+        """The settings, and the measured cost of a switch."""
         reports = [member.report for member in self.members.values()]
         still = max((one.sleep_s for one in reports), default=0.0) + max(
             (one.wake_s for one in reports), default=0.0
@@ -75,7 +75,7 @@ class Rota:
         return TurnLimits(self._min_turn_s, self._max_wait_s, still + max(self._drains), still)
 
     def exchange(self, report: TurnReport, now: float) -> Order:
-        """Take in a report, decide, and return what the engine is to do."""
+        """Apply a report, decide, and return the order for the engine."""
         known = self.members.get(report.replica)
         if known is None or known.report.number < report.number:
             self.members[report.replica] = Member(report, now)
@@ -84,7 +84,7 @@ class Rota:
         self._decide(now)
         if report.replica == self.holder and self._next is None:
             return Order(True)
-        # One that has only just got the device has a turn before it.
+        # A holder that has just got the device counts as awake from now on.
         awake = None if self._next or not self.holder else self._awake() or Awake(now, True)
         return Order(False, expected_s(now, report.replica, awake, self._others(), self.limits))
 
@@ -98,9 +98,9 @@ class Rota:
         self._decide(now)
 
     def _hold(self, report: TurnReport, before: str | None, now: float) -> None:
-        """Follow the engine that has the device."""
+        """Update the rota with a report of the engine that has the device."""
         if self.holder is None:
-            # It has had the device for longer than this rota knows.
+            # The engine had the device before this rota began.
             self._freed = self._still_from = now
         self.holder = report.replica
         if report.state == "awake" and before not in {"awake", "draining"}:
@@ -111,7 +111,7 @@ class Rota:
         elif report.state == "failed":
             self._free(now)
         elif report.state == "asleep" and before in HOLDING:
-            # The model that it fell asleep for may have no work any more.
+            # The model that was to be next may have no more work.
             if self._next is not None:
                 self._drains.append(max(0.0, now - self._stopped - report.sleep_s))
             self._free(now, report.sleep_s)
@@ -127,13 +127,13 @@ class Rota:
                 chosen = self._next if self._next in others else next_turn(now, None, others, self.limits)
                 self.holder, self._next = chosen, None
                 if now > self._freed:
-                    # Until now there was nothing to do.
+                    # Until now no model had work.
                     self._freed = self._still_from = now
             return
         awake = self._awake()
         if awake is None or self._next in others:
             return
-        # A model that was to be next may have nothing to do any more.
+        # The model that was to be next may have no more work.
         before, self._next = self._next, next_turn(now, awake, others, self.limits)
         if before is None and self._next is not None:
             self._stopped = now

@@ -5,24 +5,24 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 WORTH = 9.0
-"""A turn lasts so many times as long as the device stands still in a switch, unless a wait is due: then nine
-tenths of the time are served."""
+"""Shortest turn, as a multiple of the time that the device stands still in a switch, unless a wait is due. At
+9, nine tenths of the time are served."""
 
 SLACK_S = 0.5
-"""Seconds by which a deadline is met early, since reports are a little old."""
+"""Seconds of safety before a deadline, since reports are a little old."""
 
 NO_TIER = 1 << 30
-"""Tier of a model that has nothing in its queue: behind all others."""
+"""Tier of a model with an empty queue: after all other tiers."""
 
 
 class Waiting(NamedTuple):
     """The work of a model that isn't awake.
 
     Attributes:
-        since: Time since which it waits for its turn.
+        since: Time at which it began to wait for its turn.
         tokens: Tokens that wait.
-        tier: The most urgent tier of them; lower goes first.
-        deadline: Time by which the first of them must have started; None: any time.
+        tier: The most urgent tier of the waiting requests; lower goes first.
+        deadline: Time by which the first waiting request must have started; None: any time.
     """
 
     since: float
@@ -38,8 +38,8 @@ class Awake(NamedTuple):
         since: Time at which its turn began.
         busy: Whether it has any work.
         tokens: Tokens that wait in its queue.
-        tier: The most urgent tier of them; `NO_TIER` if there are none.
-        left_s: Seconds until all that it has been given has started, by estimate.
+        tier: The most urgent tier in its queue; `NO_TIER` if the queue is empty.
+        left_s: Estimated seconds until all its waiting requests have started.
     """
 
     since: float
@@ -53,10 +53,10 @@ class TurnLimits(NamedTuple):
     """Settings of a group, and the measured cost of its switches.
 
     Attributes:
-        min_turn_s: Seconds of a turn, at least, while its model has work and no wait is due.
+        min_turn_s: Shortest turn in seconds, while its model has work and no wait is due.
         max_wait_s: Seconds that a model with work may wait before the switch to it begins.
-        switch_s: Seconds of a switch, at most: from its decision to the next model awake.
-        still_s: The part of it in which the device does nothing.
+        switch_s: Longest switch in seconds, from its decision until the next model is awake.
+        still_s: The part of a switch in which the device does nothing.
     """
 
     min_turn_s: float
@@ -66,34 +66,35 @@ class TurnLimits(NamedTuple):
 
     @property
     def round_s(self) -> float:
-        """Seconds by which a turn moves on those behind it."""
+        """Seconds by which a turn delays the turns after it."""
         return self.switch_s + self.min_turn_s
 
 
 def next_turn(
     now: float, awake: Awake | None, others: Mapping[str, Waiting], limits: TurnLimits
 ) -> str | None:
-    """Return the model whose turn begins now; None: the one that is awake goes on.
+    """Return the model whose turn begins now; None: the awake model continues.
 
     In this order:
 
-    1. Without another model that waits, the one that is awake goes on.
-    2. If it has no work, it gives way.
-    3. If a wait is due, it gives way to the one that waits for longest. With several, each has to be awake
-       for a minimum turn before the next: so the first is due earlier.
-    4. A turn isn't ended before its minimum, nor before it was worth its switch.
-    5. It gives way to a model whose deadline could not be kept later, or with a more urgent tier, or with
-       more waiting tokens of the same tier.
+    1. If no other model waits, the awake model continues.
+    2. If the awake model has no work, it gives way.
+    3. If a wait is due, the awake model gives way to the model that has waited longest. If several wait, each
+       must be awake for a minimum turn before the next, so the first wait is due earlier.
+    4. A turn doesn't end before its minimum, or before it was worth its switch.
+    5. The awake model gives way to a model whose deadline a later switch could not keep, or with a more
+       urgent tier, or with more waiting tokens of the same tier.
 
-    Of several that wait, the most urgent one by rule 5 is next, if the waits of the others allow it.
+    Of several waiting models, the most urgent by rule 5 is next, if the waits of the other models allow it.
 
-    The longest wait is kept if it is at least `(models - 1) * limits.round_s`; otherwise the models go round.
+    `max_wait_s` is kept if it is at least `(models - 1) * limits.round_s`; otherwise the models take turns in
+    order of their waits.
 
     Args:
         now: The time.
-        awake: The model that is awake; None: there is none.
+        awake: The model that is awake; None: no model is awake.
         others: The models that wait.
-        limits: See there.
+        limits: The settings of the group and the cost of its switches.
     """
     if not others:
         return None
@@ -113,7 +114,7 @@ def next_turn(
 
 
 def latest_start(others: Mapping[str, Waiting], limits: TurnLimits) -> float:
-    """Return the time by which the next switch must begin for all that wait to be in time."""
+    """Return the time by which the next switch must begin so that no model waits longer than `max_wait_s`."""
     return min(
         others[name].since + limits.max_wait_s - place * limits.round_s
         for place, name in enumerate(_by_age(others))
@@ -123,14 +124,14 @@ def latest_start(others: Mapping[str, Waiting], limits: TurnLimits) -> float:
 def expected_s(
     now: float, name: str, awake: Awake | None, others: Mapping[str, Waiting], limits: TurnLimits
 ) -> float:
-    """Return the seconds until a model that isn't awake has its turn, as things stand.
+    """Return the expected seconds until a model that isn't awake has its turn.
 
     Args:
         now: The time.
-        name: The model; if it doesn't wait, as though its work came now.
-        awake: See `next_turn`, as the others.
+        name: The model; if it doesn't wait, it counts as waiting from now on.
+        awake: The model that is awake; None: no model is awake.
         others: The models that wait.
-        limits: Their limits.
+        limits: The settings of the group and the cost of its switches.
     """
     others = {name: Waiting(now), **others}
     start = now
@@ -141,7 +142,7 @@ def expected_s(
 
 
 def _choose(now: float, others: Mapping[str, Waiting], limits: TurnLimits) -> str:
-    """Return the most urgent model, if the others can wait for so long; otherwise the oldest."""
+    """Return the most urgent model if the other models can wait for its turn; otherwise the oldest."""
     first = min(others, key=lambda name: (*_rank(now, others[name], limits), others[name].since, name))
     rest = {name: one for name, one in others.items() if name != first}
     if not rest or latest_start(rest, limits) >= now + limits.round_s:
@@ -154,9 +155,9 @@ def _by_age(others: Mapping[str, Waiting]) -> list[str]:
 
 
 def _rank(now: float, one: Waiting, limits: TurnLimits) -> tuple[bool, int, int]:
-    """Return the urgency of a model that waits; the lowest goes first.
+    """Return the urgency of a waiting model; the lowest goes first.
 
-    A deadline comes first that is kept by a switch now, and hardly by a later one.
+    A deadline goes first if a switch now keeps it, and a later switch hardly would.
     """
     left = math.inf if one.deadline is None else one.deadline - now
     hurries = limits.switch_s <= left <= 2 * limits.switch_s + SLACK_S

@@ -1,4 +1,4 @@
-"""Check of a Ray cluster that a service is to run in. Nothing of Ray is started."""
+"""Check of a service's Ray cluster, without starting Ray."""
 
 import socket
 from contextlib import suppress
@@ -16,7 +16,7 @@ DASHBOARD_PORT = 8265
 
 
 def check_cluster(case: CheckInput) -> Finding | None:
-    """Check that the cluster can be reached, and has the Ray of this machine; None: there is no cluster."""
+    """Check that the cluster can be reached, and has this machine's Ray version; None without a cluster."""
     address = case.address
     if not address:
         return None
@@ -34,7 +34,7 @@ def check_cluster(case: CheckInput) -> Finding | None:
         host, port = None, None
     if host is None or port is None:
         return problem(
-            f"{address!r} is no address of a cluster",
+            f"{address!r} is not the address of a cluster",
             "give HOST:6379 of its head, ray://HOST:10001, or http://HOST:8265 of its dashboard",
         )
     try:
@@ -52,14 +52,14 @@ def check_cluster(case: CheckInput) -> Finding | None:
 
 
 def _versions(case: CheckInput, address: str, dashboard: str) -> Finding:
-    """Compare the Ray of the cluster with that of this machine."""
+    """Compare the Ray versions of the cluster and this machine."""
     here, there = case.machine.version("ray"), ""
     with suppress(httpx.HTTPError, ValueError, KeyError, TypeError):
         answer = httpx.get(f"{dashboard}/api/version", headers=token_headers(), timeout=CONNECT_S)
         there = str(answer.json()["ray_version"])
     if not there:
         return warning(
-            f"the cluster at {address} answers, but its dashboard at {dashboard} doesn't tell its version",
+            f"the cluster at {address} answers, but its dashboard at {dashboard} doesn't report its version",
             "give --address http://HOST:PORT of the dashboard; compare `ray --version` by hand",
         )
     if there != here:

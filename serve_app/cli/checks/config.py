@@ -5,10 +5,10 @@ from serve_app.cli.errors import LaunchError
 
 
 def check_config(case: CheckInput) -> Finding | None:
-    """Check the config as `saturate serve` does; None: there is none."""
+    """Check the config as `saturate serve` does; None without a config."""
     if case.needs.path is None:
         return None
-    # It imports Ray.
+    # This imports Ray.
     from serve_app.cli.serve_config import read_config
 
     try:

@@ -1,4 +1,4 @@
-"""Findings of `saturate doctor`, and the case that its checks look at."""
+"""Findings of `saturate doctor`, and the input of its checks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from serve_app.cli.machine import MachineFacts
 Level = Literal["ok", "warning", "problem"]
 
 LEVELS: tuple[Level, ...] = ("ok", "warning", "problem")
-"""From the least to the worst."""
+"""Levels, in order of severity."""
 
 GIB = 1 << 30
 
@@ -20,9 +20,9 @@ class Finding:
     """The result of a check.
 
     Attributes:
-        level: "problem": a service can't start, or fails later; "warning": it is slower, or may fail.
-        text: One line about what is there.
-        fix: One line about what to do; empty if all is well.
+        level: "problem": a service can't start, or fails later; "warning": a service is slower, or may fail.
+        text: The finding, on one line.
+        fix: What to do, on one line; empty if all is well.
     """
 
     level: Level
@@ -32,12 +32,12 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class CheckInput:
-    """The machine, config and cluster that the checks look at.
+    """The input of the checks: machine, config and cluster.
 
     Attributes:
         machine: The machine.
-        needs: The needs of a config; those of none in particular without one.
-        address: Ray cluster that the service is to run in; None: it starts a Ray of its own.
+        needs: The needs of a config; default values without a config.
+        address: Ray cluster for the service; None: the service starts its own Ray.
     """
 
     machine: MachineFacts
@@ -46,26 +46,26 @@ class CheckInput:
 
 
 Check = Callable[[CheckInput], Finding | None]
-"""Looks at one thing; returns None if it plays no part in the case."""
+"""A check; returns None if it doesn't apply."""
 
 
 def ok(text: str) -> Finding:
-    """Return the finding that all is well."""
+    """Return the finding of a passed check."""
     return Finding("ok", text)
 
 
 def warning(text: str, fix: str) -> Finding:
-    """Return a finding that a service can live with."""
+    """Return a finding that doesn't keep a service from starting."""
     return Finding("warning", text, fix)
 
 
 def problem(text: str, fix: str) -> Finding:
-    """Return a finding that a service can't live with."""
+    """Return a finding that makes a service fail."""
     return Finding("problem", text, fix)
 
 
 def combined(findings: Sequence[Finding]) -> Finding | None:
-    """Return several findings as one: those of the worst level; None: there are none."""
+    """Combine the findings of the worst level into one finding; None without findings."""
     level = max((one.level for one in findings), key=LEVELS.index, default=None)
     if level is None:
         return None
@@ -78,5 +78,5 @@ def combined(findings: Sequence[Finding]) -> Finding | None:
 
 
 def gib(size: float) -> str:
-    """Return bytes in GiB, or MiB."""
+    """Return a number of bytes as text in GiB or MiB."""
     return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / (1 << 20):.0f} MiB"

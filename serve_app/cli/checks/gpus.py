@@ -9,7 +9,7 @@ from serve_app.system.gpus import VISIBLE, DriverError, visible_gpus
 
 
 def check_driver(case: CheckInput) -> Finding:
-    """Check the NVIDIA driver, and that it runs the CUDA for which torch is built."""
+    """Check the NVIDIA driver, and that it supports torch's CUDA version."""
     machine = case.machine
     build = torch_cuda(machine)
     wanted = _wanted(case)
@@ -23,12 +23,12 @@ def check_driver(case: CheckInput) -> Finding:
         if wanted:
             return problem(
                 f"no GPU here, and the config reserves {wanted:g}",
-                "install NVIDIA's driver (in a container: its Container Toolkit), or take a config for a CPU",
+                "install NVIDIA's driver (in a container: its Container Toolkit), or use a config for a CPU",
             )
         if build:
             return warning(
                 f"no GPU: CPU configs only; torch is built for CUDA {build}",
-                "on a machine that stays without a GPU: make install, which takes the builds for a CPU",
+                "on a machine that stays without a GPU: make install, which installs the builds for a CPU",
             )
         return ok("no GPU: CPU configs only")
     driver, newest = f"driver {devices.driver}", devices.cuda
@@ -39,10 +39,10 @@ def check_driver(case: CheckInput) -> Finding:
     needed = _version(build)
     text = f"{driver} runs CUDA up to {newest[0]}.{newest[1]}, and torch is built for {build}"
     if newest[0] < needed[0]:
-        return problem(text, f"update the driver to one that runs CUDA {needed[0]}")
+        return problem(text, f"update the driver to a version for CUDA {needed[0]}")
     if newest < needed:
         return warning(
-            text, f"update the driver if a kernel fails: it runs most of CUDA {needed[0]}, not all"
+            text, f"update the driver if a kernel fails: it supports most of CUDA {needed[0]}, not all"
         )
     return ok(f"{driver}, CUDA up to {newest[0]}.{newest[1]}, torch for {build}")
 
@@ -52,7 +52,7 @@ def check_gpus(case: CheckInput) -> Finding | None:
     try:
         devices = case.machine.devices()
     except DriverError:
-        # The check of the driver tells it.
+        # `check_driver` reports this error.
         return None
     if devices is None:
         return None
@@ -83,17 +83,17 @@ def check_gpus(case: CheckInput) -> Finding | None:
                 )
     if holders and not case.needs.deployments:
         return warning(f"{listed}{held}", "end those processes before a service starts (`saturate stop`)")
-    return ok(listed or "none is visible")
+    return ok(listed or "no GPU is visible")
 
 
 def torch_cuda(machine: MachineFacts) -> str | None:
-    """Return the CUDA version for which torch is built, such as "12.9"; None: it is built without."""
+    """Return torch's CUDA version, such as "12.9"; None if torch is built without CUDA."""
     found = re.search(r"^cuda\b[^=]*=\s*'([\d.]+)'", machine.package_text("torch", "version.py") or "", re.M)
     return found[1] if found else None
 
 
 def _wanted(case: CheckInput) -> float:
-    """Return the GPUs that the config reserves here; those of a cluster may be in other machines."""
+    """Return the number of GPUs that the config reserves here; 0 for a cluster, which may be elsewhere."""
     return 0.0 if case.address else sum(one.gpus * one.replicas for one in case.needs.deployments)
 
 

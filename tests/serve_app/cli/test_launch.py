@@ -172,7 +172,7 @@ def test_a_second_service_on_one_port_names_the_first(start: Start, tmp_path: Pa
     second = Command(tmp_path, str(service.config))
     assert second.wait() == 1
     assert second.said == (
-        f"error: a saturate serves on port {service.port} already (pid {service.pid}); "
+        f"error: saturate already serves on port {service.port} (pid {service.pid}); "
         f"`saturate stop --port {service.port}` stops it\n"
     )
 
@@ -227,7 +227,7 @@ def test_a_start_that_is_too_slow_twice_is_an_error_of_one_line_and_a_log(start:
     service = start(failures=[trace, trace, "not a third time"])
     assert service.wait() == 1
     error, log = service.said.splitlines()[-2:]
-    assert error.startswith("error: Ray Serve's proxy did not start within 60 s, in a second try either: ")
+    assert error.startswith("error: Ray Serve's proxy did not start within 60 s; a second try failed too: ")
     assert log == f"the log: {service.logs()[0]}"
     assert service.logs()[0].read_text().count("Traceback") == 2
     assert "Traceback" not in service.said

@@ -86,10 +86,10 @@ def test_the_last_picture_stays_while_the_service_is_away(service: FakeService) 
     terminal.watch(service)
     _, before, lost, longer, back, after = terminal.frames
     assert "lost" not in before
-    assert "lost for 0 s, the picture is old" in lost
+    assert "unreachable for 0 s, the figures are old" in lost
     assert "no service is there" in lost
     assert "2/64" in lost
-    assert "lost for 2 s" in longer
+    assert "unreachable for 2 s" in longer
     assert "2/64" in longer
     assert "lost" not in back
     assert "3/64" in back

@@ -35,5 +35,5 @@ def test_a_date_is_in_utc_unless_it_says_another_zone(text: str, found: datetime
 
 @pytest.mark.parametrize("text", ["", "7", "7y", "-7d", "1.5h", "yesterday", "2026-13-01", "999999w"])
 def test_no_time_is_refused_with_examples(text: str) -> None:
-    with pytest.raises(ValueError, match=r"is no time; write 90m, 24h, 7d, 4w, or 2026-11-01"):
+    with pytest.raises(ValueError, match=r"is not a time; write 90m, 24h, 7d, 4w, or 2026-11-01"):
         parse_time(text)

@@ -30,7 +30,7 @@ def test_a_port_of_a_service_is_an_error_that_names_its_process(taken: int) -> N
     with pytest.raises(LaunchError) as caught:
         check_port("127.0.0.1", taken, [RunningService(1, 1, 0, 0), run])
     assert str(caught.value) == (
-        f"a saturate serves on port {taken} already (pid {os.getpid()}); "
+        f"saturate already serves on port {taken} (pid {os.getpid()}); "
         f"`saturate stop --port {taken}` stops it"
     )
 
@@ -131,7 +131,5 @@ def test_ray_that_needs_no_new_token_gets_none(tmp_path: Path, environment: dict
 
 def test_a_home_without_a_place_for_the_token_is_an_error(tmp_path: Path) -> None:
     (tmp_path / ".ray").write_text("a file")
-    with pytest.raises(
-        LaunchError, match="auth_token, the token of Ray, must be readable by this user alone"
-    ):
+    with pytest.raises(LaunchError, match="auth_token, Ray's token, must be readable by this user only"):
         keep_token_private({}, tmp_path)

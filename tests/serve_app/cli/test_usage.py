@@ -90,17 +90,17 @@ def test_without_a_config_the_prices_are_those_beside_the_files(ledger: Path) ->
 def test_lines_that_are_no_rows_are_told_and_left_out(ledger: Path) -> None:
     (ledger / f"day={NOW.date()}" / "b.00000.jsonl").write_bytes(b"what\n")
     result = ask(ledger)
-    assert "1 lines are no rows" in result.stderr
+    assert "1 lines are not rows" in result.stderr
     assert result.exit_code == 0
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "name the ledger's folder or URL, or a config"),
+        ([], "name the folder or URL of a ledger, or a config"),
         (["/no/such/folder"], "/no/such/folder: there is no such folder"),
-        (["x", "--by", "colour"], "'colour' is no column; take some of tenant, key"),
-        (["x", "--since", "yesterday"], "'yesterday' is no time; write 90m"),
+        (["x", "--by", "colour"], "'colour' is not a column; use some of tenant, key"),
+        (["x", "--since", "yesterday"], "'yesterday' is not a time; write 90m"),
         (["x", "--since", "1h", "--until", "2h"], "--until must be later"),
         (["--config", "/no/such.yaml"], "/no/such.yaml: No such file or directory"),
         (["nosuch://bucket"], "nosuch://bucket: "),

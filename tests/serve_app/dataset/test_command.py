@@ -200,7 +200,7 @@ def test_the_error_of_a_wrong_column_lists_the_columns(
     tmp_path: Path, questions: Path, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert batch(questions, tmp_path / "out.jsonl", "--url", url, "--prompt-column", "question") == 2
-    assert "no column 'question'; there are: id, prompt. Name the one" in capsys.readouterr().err
+    assert "no column 'question'; there are: id, prompt. Name the column" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ def test_an_interrupt_finishes_calls_in_flight(
     printed, said = driver.communicate(timeout=LIMIT_S)
     assert driver.returncode == 130
     assert "30 rows are in" in said
-    assert "run the same command again to go on" in said
+    assert "run the same command again to continue" in said
     assert "30: 30 with a result" in printed
     assert len(rows(out)) == 30
 
@@ -631,7 +631,7 @@ def test_a_broken_file_among_good_ones(tmp_path: Path, url: str, service: FakeSe
     (failed,) = [row for row in done if row["error"]]
     assert failed["row"] == 30 + readable
     assert failed["error"]["type"] == "unreadable_rows"
-    assert f"What follows row {readable} of this file" in failed["error"]["message"]
+    assert f"The rows after row {readable} of this file" in failed["error"]["message"]
     assert name in failed["error"]["message"]
     assert len(done) == 30 + readable + 1 + 30
     assert service.served == {f"p{n}": 3 if n < readable else 2 for n in range(30)}

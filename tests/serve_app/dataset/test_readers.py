@@ -233,7 +233,7 @@ def test_the_rows_before_the_broken_place_are_read_and_the_next_file_too(
     assert isinstance(error, RowError)
     assert error.type == "unreadable_rows"
     assert f"a.jsonl{suffix}: " in error.message
-    assert f"What follows row {len(readable)} of this file" in error.message
+    assert f"The rows after row {len(readable)} of this file" in error.message
     assert rows(source)[-len(ROWS) :] == ROWS
     assert len(rows(source)) == len(readable) + 1 + len(ROWS), "each time the same"
 

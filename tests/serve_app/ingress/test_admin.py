@@ -111,7 +111,7 @@ async def test_an_administrator_reads_the_ledger(client: httpx.AsyncClient, ledg
     message = check_error(
         await client.get(USAGE, params={"by": "colour"}, headers=bearer("root")), 400, "invalid_request_error"
     )
-    assert message.startswith("by: 'colour' is no column")
+    assert message.startswith("by: 'colour' is not a column")
 
 
 # Reports
@@ -137,8 +137,8 @@ async def test_a_report_has_the_sums_as_json_or_csv(reported: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"by": "colour"}, "by: 'colour' is no column; take some of tenant, key"),
-        ({"since": "--help"}, "since: '--help' is no time"),
+        ({"by": "colour"}, "by: 'colour' is not a column; use some of tenant, key"),
+        ({"since": "--help"}, "since: '--help' is not a time"),
         ({"since": "1d", "until": "2d"}, "until must be later"),
         ({"format": "table"}, "format: 'table' is no format of a report; take json or csv"),
         ({"config": "/etc/passwd"}, "config: unknown parameter; known are by, since"),

@@ -261,7 +261,7 @@ def test_a_new_batch_does_not_break_a_promise_to_its_tenant() -> None:
     promised = running("promised", 7900, hours=3, promised=True)
     outlook = new(running("b", 2300), promised)
     assert outlook.verdict == "breaks"
-    assert outlook.message.startswith("With this completion_window, the batch goes before promised")
+    assert outlook.message.startswith("With this completion_window, the batch runs before promised")
     # Behind it, it does.
     assert outlook.message.endswith('from now on is "4h"')
     assert new(running("b", 2300, hours=4), promised).verdict == "holds"

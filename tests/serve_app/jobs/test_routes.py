@@ -288,7 +288,7 @@ async def test_uploads_under_way_are_limited_together(site: Site, client: openai
 async def test_the_number_of_uploads_is_limited(site: Site, client: openai.AsyncOpenAI) -> None:
     site.limits = LIMITS.model_copy(update={"max_files": 2})
     files = [await upload(client, row("a")) for _ in range(2)]
-    with pytest.raises(openai.BadRequestError, match="has 2 files, which is the limit; delete some first"):
+    with pytest.raises(openai.BadRequestError, match="has 2 files, which is the limit; delete files first"):
         await upload(client, row("a"))
     assert len(ids_on_disk(site.content)) == 2
     await client.files.delete(files[0].id)

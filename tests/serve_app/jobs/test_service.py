@@ -223,7 +223,7 @@ async def test_a_batch_that_will_be_late_says_so_at_once(
         batch: JSON = {}
         while "warnings" not in batch:
             batch = from_json(await get(service, "/v1/batches/batch_1"))
-        assert "about 2 of its 2 rows would not be run" in batch["warnings"][0]
+        assert "about 2 of its 2 rows would not run" in batch["warnings"][0]
         assert "the shortest completion_window that holds from now on is" in batch["warnings"][0]
         assert (batch["status"], batch["errors"]) == ("in_progress", None)
         listed = from_json(await get(service, "/v1/batches"))["data"]
@@ -231,7 +231,7 @@ async def test_a_batch_that_will_be_late_says_so_at_once(
         stats = await service.stats()
         assert (stats["late"], stats["unsure"]) == (1, 0)
         engine.go.set()
-    assert caplog.text.count("batch_1: At the rate that live traffic has left to batches of late") == 1
+    assert caplog.text.count("batch_1: At the rate that live traffic has recently left to batches") == 1
 
 
 async def create(service: BatchService, window: str) -> tuple[int, JSON]:

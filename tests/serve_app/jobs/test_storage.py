@@ -272,7 +272,7 @@ def test_a_batch_whose_input_has_lost_rows_does_not_end_as_if_it_were_complete(t
     store.move("b", "in_progress", NOW, total=3)
     record(store, content, "b", [answered("b", ROWS[0], 200, {})])
     content.path("in").write_bytes(ROWS[0].text + ROWS[1].text)
-    with pytest.raises(ContentLostError, match="in is not what it was"):
+    with pytest.raises(ContentLostError, match="in has changed"):
         close(store, content, store.move("b", "finalizing", NOW), NOW)
     batch = store.batch("b")
     assert (batch.state, batch.completed, batch.failed) == ("finalizing", 1, 1)

@@ -102,7 +102,7 @@ def test_a_model_that_does_not_fit_is_refused_with_the_sums() -> None:
     assert "weights   141.1 GB" in said
     assert "KV cache  2.7 GB for 8,192 tokens, 327,680 bytes each" in said
     assert (
-        "What would do: 8 such GPUs; a quantised variant of the model (FP8: about 70.6 GB of weights" in said
+        "What would fit: 8 such GPUs; a quantised variant of the model (FP8: about 70.6 GB of weights" in said
     )
 
 
@@ -129,7 +129,7 @@ def test_memory_of_other_programs_is_left_to_them() -> None:
     busy = replace(L4, used=3 * 1024 * MIB)
     choice = choose(SMALL, machine(busy), {})
     assert choice.utilization == 0.84
-    assert choice.notes == ("Other programs use 3.2 GB of a GPU, so vLLM gets 84% of it.",)
+    assert choice.notes == ("Other programs use 3.2 GB of a GPU, so vLLM gets 84% of its memory.",)
     full = replace(L4, used=L4.memory - MIB)
     assert "1% of 23.7 GB" in refusal(SMALL, machine(full))
 
@@ -137,7 +137,7 @@ def test_memory_of_other_programs_is_left_to_them() -> None:
 def test_the_smallest_gpu_counts() -> None:
     choice = choose(QWEN, machine(H100, L4), {})
     assert choice.sums.device == L4.memory
-    assert "The GPUs differ; the sums are those of the smallest, NVIDIA L4." in choice.notes
+    assert "The GPUs differ; the sums are for the smallest GPU, NVIDIA L4." in choice.notes
 
 
 # Values of the user
@@ -247,13 +247,13 @@ def test_an_unknown_architecture_is_told() -> None:
     known = frozenset({"Qwen2ForCausalLM"})
     assert choose(QWEN, machine(H100), {}, known=known).notes == ()
     (note,) = choose(LLAMA, machine(H100), {}, known=known).notes
-    assert note.startswith("This vLLM has no LlamaForCausalLM of its own")
+    assert note.startswith("This vLLM doesn't implement LlamaForCausalLM")
     assert choose(LLAMA, machine(H100), {}).notes == ()
 
 
 def test_a_sliding_window_is_told() -> None:
     files = replace(QWEN, config=QWEN_7B | {"sliding_window": 4096, "use_sliding_window": True})
-    assert choose(files, machine(H100), {}).notes[0].startswith("Some layers look back on 4,096 tokens only.")
+    assert choose(files, machine(H100), {}).notes[0].startswith("Some layers attend to 4,096 tokens only.")
 
 
 gpus = st.builds(

@@ -42,7 +42,7 @@ def test_cuda_visible_devices_chooses_as_in_cuda(visible: str | None, used: list
     [
         (L4._replace(is_divided=True), None, "divided by MIG"),
         (L4, "MIG-1234", "a slice of a GPU"),
-        (L4._replace(total=None), None, "doesn't tell its memory"),
+        (L4._replace(total=None), None, "doesn't report its memory"),
     ],
     ids=["mig", "slice", "no memory"],
 )

@@ -93,7 +93,7 @@ def test_half_a_model_in_the_cache_is_told(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "snapshot", QWEN_7B, 12 * GB, files=3)
     (folder / "model-00001-of-00003.safetensors").unlink()
     with pytest.raises(
-        ModelError, match=r"can't be reached, and what was downloaded before is incomplete: .*1 of 3"
+        ModelError, match=r"can't be reached, and the earlier download is incomplete: .*1 of 3"
     ):
         read_model("org/model", None, FakeHub({}, away=True, cache={"org/model": folder}))
 

@@ -28,7 +28,7 @@ def test_only_the_files_of_the_index_count(tmp_path: Path) -> None:
 def test_a_missing_file_of_the_index_is_named(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", QWEN_7B, 12 * GB, files=3)
     (folder / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"has no model-00002-of-00003\.safetensors.*1 of 3 files"):
+    with pytest.raises(ModelError, match=r"has no model-00002-of-00003\.safetensors.*1 of 3 weight files"):
         read_folder(folder)
 
 

@@ -160,7 +160,7 @@ def test_a_replica_has_the_gpus_of_all_its_stages(options: dict[str, Any], paral
     assert values(found.deployment)["ray_actor_options"]["num_gpus"] == 4
 
 
-OWN = "that in which the weights are published."
+OWN = "the type of the published weights."
 WEIGHTS = "The weights are published in"
 
 
@@ -172,8 +172,8 @@ WEIGHTS = "The weights are published in"
         ({}, [T4], None, f"{WEIGHTS} bfloat16, which this GPU lacks."),
         ({"torch_dtype": "float32"}, [L4], None, f"{WEIGHTS} float32, which takes twice the memory."),
         ({"torch_dtype": "float32"}, [T4], None, f"{WEIGHTS} float32, which takes twice the memory."),
-        ({"quantization_config": {"quant_method": "awq"}}, [L4], None, "Those of the weights are: awq."),
-        ({"quantization_config": {"quant_method": "awq"}}, [L4], "half", "Those of the weights are: awq."),
+        ({"quantization_config": {"quant_method": "awq"}}, [L4], None, "The weights are quantised: awq."),
+        ({"quantization_config": {"quant_method": "awq"}}, [L4], "half", "The weights are quantised: awq."),
         # The user's own: the device would have done with the type of the weights.
         ({}, [L4], "auto", f"{WEIGHTS} bfloat16."),
         ({}, [L4], "float16", f"{WEIGHTS} bfloat16."),

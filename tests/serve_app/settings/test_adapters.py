@@ -66,7 +66,7 @@ def test_folders_and_object_storage_are_allowed(source: str) -> None:
         ([{"source": "/a/x", "id": "demo"}], {}, "'demo' is used twice"),
         ([{"source": "/x", "id": "a b"}], {}, r"adapters\[0\]\.id"),
         ([{"source": "/x", "rank": 1}], {}, "unknown key; allowed here: source, id, pinned"),
-        ([{"source": "/x", "pinned": True}], {"engine": {"max_loras": 1}}, "one has to stay free"),
+        ([{"source": "/x", "pinned": True}], {"engine": {"max_loras": 1}}, "one slot must stay free"),
         ([{"source": "/x"}], {"engine": {"enable_lora": False}}, "enable_lora: must be true"),
         ([{"source": "/x"}], {"engine": {"max_lora_rank": 9}}, "max_lora_rank"),
         ([], {"adapters_folder": "kept"}, "must be an absolute path"),

@@ -13,7 +13,7 @@ from tests.serve_app.settings.helpers import mistakes, one
         ({"keys_env": "no name"}, "args.access.keys_env: "),
         (
             {"keys_env": "KEYS", "trusted_proxies": ["127.0.0.0/8", "10.0.0.1/8"]},
-            "args.access.trusted_proxies[1]: '10.0.0.1/8' has bits behind its prefix",
+            "args.access.trusted_proxies[1]: '10.0.0.1/8' has bits after its prefix",
         ),
         ({"keys_env": "KEYS", "trusted_proxies": ["haproxy"]}, "args.access.trusted_proxies[0]: must be an"),
         ({"keys_env": "KEYS", "trusted_proxies": "127.0.0.1"}, "args.access.trusted_proxies: "),

@@ -51,7 +51,7 @@ def test_a_cluster_that_does_not_tell(dashboard: FakeService) -> None:
     found = look(f"127.0.0.1:{dashboard.port}")
     assert found
     assert found.level == "warning"
-    assert "doesn't tell its version" in found.text
+    assert "doesn't report its version" in found.text
 
 
 def test_a_cluster_that_is_not_there() -> None:

@@ -33,7 +33,7 @@ def test_all_is_closed_or_not_there_yet() -> None:
 @pytest.mark.parametrize(
     ("owners", "needs", "text", "fix"),
     [
-        ({TOKEN: Owned(True, 0o644)}, Needs(), "run code as this one", f"chmod 600 {TOKEN}"),
+        ({TOKEN: Owned(True, 0o644)}, Needs(), "run code as this user", f"chmod 600 {TOKEN}"),
         ({str(FOLDER): Owned(False, 0o700)}, Needs(), "belongs to another user", f"remove {FOLDER}"),
         ({"/run/own": Owned(True, 0o755)}, Needs(variables=SOCKETS), "take the service's port", "chmod 700"),
         ({"/k": Owned(False, 0o666)}, Needs(keys_files=(Path("/k"),)), "can add an API key", "chmod go-w /k"),

@@ -98,7 +98,7 @@ def test_the_cores_of_a_cluster_are_elsewhere() -> None:
     ("total", "free", "level", "text"),
     [
         (32, 24, "ok", "24.0 GiB of 32.0 GiB free"),
-        (32, 5, "problem", "a service takes 8.0 GiB and its weights"),
+        (32, 5, "problem", "a service needs 8.0 GiB and its weights"),
         (512, 20, "problem", "Ray ends workers once 95% are in use"),
     ],
 )

