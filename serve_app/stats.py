@@ -1,7 +1,7 @@
-"""The schema of `/stats` and `/health`: what the service writes, and what `top`, `tune`, `doctor` and runs
-read.
+"""The schema of `/stats` and `/health`: the service writes them; `top`, `tune`, `doctor` and runs read them.
 
-A value of another form, as a service of another version may send it, is read as None: the rest is of use.
+A value of another form, as a service of another version may send it, is read as None, so that the rest is
+usable.
 """
 
 from collections.abc import Mapping
@@ -63,14 +63,14 @@ class EngineTokens(StatsPart):
 
 
 class ReplicaUsage(StatsPart):
-    """What a replica was used for since its start."""
+    """Usage of a replica since its start."""
 
     tenants: Maybe[dict[str, Maybe[Use]]] = Field(default=None, description="By tenant.")
     own: Maybe[Use] = Field(
         default=None, description="Work that no client has asked for, such as the warm-up."
     )
     engine: Maybe[EngineTokens] = Field(
-        default=None, description="The tokens of the engine, for a comparison."
+        default=None, description="Tokens as the engine counts them, for a comparison."
     )
 
 
@@ -84,7 +84,7 @@ class Turn(StatsPart):
     turns: int = Field(default=0, description="Turns that have begun.")
     sleep_s: float = Field(default=0.0, description="Seconds that falling asleep took the last time.")
     wake_s: float = Field(default=0.0, description="Seconds that waking up took the last time.")
-    cause: str = Field(default="", description="Why the model can't be used, if it can't.")
+    cause: str = Field(default="", description="Why the model can't be used; empty: it can.")
 
 
 class AdapterState(StatsPart):
@@ -98,7 +98,7 @@ class AdapterState(StatsPart):
 
 
 class GoalsInForce(StatsPart):
-    """The latency goals that hold now."""
+    """The latency goals in force."""
 
     ttft_p99_s: Maybe[float] = Field(default=None, description="Seconds to the first token.")
     tpot_p99_s: Maybe[float] = Field(default=None, description="Seconds per token after it.")
@@ -120,6 +120,10 @@ class ReplicaStats(StatsPart):
 
     replica: Maybe[str] = Field(default=None, description="Its id in Ray Serve.")
     max_model_len: Maybe[int] = Field(default=None, description="Context of the model, in tokens.")
+    max_num_batched_tokens: Maybe[int] = Field(default=None, description="Most tokens in a step.")
+    load_s: Maybe[float] = Field(
+        default=None, description="Seconds that the engine took to load the model, with its warm-up."
+    )
     goals: Maybe[GoalsInForce] = Field(default=None, description="Latency goals; null: none.")
     usage: Maybe[ReplicaUsage] = Field(default=None, description="Its use since its start.")
     adapters: Maybe[list[Maybe[AdapterState]]] = Field(default=None, description="LoRA adapters.")
@@ -130,24 +134,24 @@ class ReplicaStats(StatsPart):
 
     @property
     def window(self) -> ContinuousStats | None:
-        """The batcher of a language model; None: a function has another one, or the statistics lack it."""
+        """The batcher of a language model; None: the model is a function, or its statistics are missing."""
         return self.batcher if isinstance(self.batcher, ContinuousStats) else None
 
 
 class ModelStats(StatsPart):
     """All replicas of a model."""
 
-    replicas: list[ReplicaStats] = Field(description="Those that answered.")
-    error: Maybe[str] = Field(default=None, description="Why there are none, where they could not be asked.")
+    replicas: list[ReplicaStats] = Field(description="The replicas that answered.")
+    error: Maybe[str] = Field(default=None, description="Why the replicas could not be asked, if so.")
 
 
 class RowCounts(StatsPart):
     """Rows of the open batches."""
 
-    waiting: int = Field(default=0, description="Rows that wait.")
+    waiting: int = Field(default=0, description="Waiting rows.")
     in_flight: int = Field(default=0, description="Rows that were sent and are not answered yet.")
     completed: int = Field(default=0, description="Rows with a result since the start of the replica.")
-    failed: int = Field(default=0, description="Rows without one.")
+    failed: int = Field(default=0, description="Failed rows since the start of the replica.")
 
 
 class BatchesStats(StatsPart):
@@ -160,31 +164,31 @@ class BatchesStats(StatsPart):
     eta_s: float | None = Field(default=None, description="Seconds that the open batches take at this rate.")
     oldest_s: int = Field(default=0, description="Seconds since the oldest open batch was created.")
     late: int = Field(default=0, description="Open batches that will miss their window.")
-    unsure: int = Field(default=0, description="Open batches that may miss it.")
+    unsure: int = Field(default=0, description="Open batches that may miss their window.")
     files: int = Field(default=0, description="Files of all tenants.")
-    bytes: int = Field(default=0, description="Their bytes.")
-    error: str = Field(default="", description="Why there are no statistics, if there are none.")
+    bytes: int = Field(default=0, description="Bytes of these files.")
+    error: str = Field(default="", description="Why the statistics are missing, if they are.")
 
 
 class LimitStats(StatsPart):
     """One limit of a quota, in the current window."""
 
-    limit: int | float = Field(description="What may be used.")
-    remaining: int | float = Field(description="What is left.")
-    reserved: int | float = Field(description="What running requests may still use.")
+    limit: int | float = Field(description="Most that may be used.")
+    remaining: int | float = Field(description="Amount that is left.")
+    reserved: int | float = Field(description="Amount that running requests may still use.")
     ends_in_s: float | None = Field(
-        default=None, description="Seconds to the end of the window; null: it has none."
+        default=None, description="Seconds to the end of the window; null: no end."
     )
 
 
 class QuotasStats(StatsPart):
     """The quotas of keys and tenants."""
 
-    holders: int = Field(default=0, description="Replicas that report what they use.")
+    holders: int = Field(default=0, description="Replicas that report their usage.")
     limits: dict[str, dict[str, LimitStats]] = Field(
         default_factory=dict, description="By `key:NAME` or `tenant:NAME`, and by name of the limit."
     )
-    error: str = Field(default="", description="Why there are no statistics, if there are none.")
+    error: str = Field(default="", description="Why the statistics are missing, if they are.")
 
 
 class ServiceStats(StatsPart):
@@ -228,10 +232,10 @@ class ServiceHealth(StatsPart):
         description="`ok` if all models are ready, `partial` if some are, `starting`, or `unknown`.",
     )
     models: Maybe[dict[str, Maybe[ModelHealth]]] = Field(default=None, description="By id of the model.")
-    awaits: Maybe[str] = Field(default=None, description="Who doesn't answer, if the status is unknown.")
+    awaits: Maybe[str] = Field(default=None, description="What doesn't answer, if the status is unknown.")
 
     def model(self, id: str) -> ModelHealth:
-        """Return the health of a model; without anything if it isn't told."""
+        """Return the health of a model; empty if it isn't reported."""
         return (self.models or {}).get(id) or ModelHealth()
 
 

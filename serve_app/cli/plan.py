@@ -1,6 +1,8 @@
 """The command `saturate plan`."""
 
 import json
+import math
+from dataclasses import replace
 
 import click
 
@@ -10,23 +12,24 @@ from serve_app.simulation.profiles import PROFILES, Profile, read_profile
 from serve_app.system.command_line import Number
 from serve_app.system.home import below_home
 from serve_app.system.progress import Progress
-from serve_app.tuning.capacity import FitError, check_fit
-from serve_app.tuning.fleet import MARGINS, Routing
-from serve_app.tuning.goals import METRICS, Goal, parse_goals
-from serve_app.tuning.report import Report
-from serve_app.tuning.search import NoPlanError, Search
-from serve_app.tuning.trials import Trials
-from serve_app.tuning.workload import Lengths, Workload
+from serve_app.tuning.goals import METRICS, Goal, batcher_goals, parse_goals
+from serve_app.tuning.plan_report import PlanReport
+from serve_app.tuning.planning import FitError, NoPlanError, Search, Trials, check_fit
+from serve_app.tuning.twin import MARGINS, Routing
+from serve_app.tuning.workload import Batch, LengthError, Lengths, StepGoals, Workload
+
+BOUND = 0.95
+"""Goals that bound the steps of rows, as a share of the goals that are to hold."""
 
 NO_PLAN = 3
-"""Exit code where no plan holds the goals."""
+"""Exit code if no plan holds the goals."""
 
 LINE_S = 10.0
-"""Seconds between two lines of progress where there is no terminal."""
+"""Seconds between two lines of progress without a terminal."""
 
 
 def _device(value: str) -> Profile:
-    """Return the profile of a name or of a file."""
+    """Return a profile by name, or from a file."""
     path = below_home(value)
     if value not in PROFILES and not path.is_file():
         known = suggestion(value, PROFILES, few="the devices are")
@@ -35,14 +38,22 @@ def _device(value: str) -> Profile:
     return found
 
 
+def parse_batch(text: str) -> tuple[Lengths, Lengths]:
+    """Return the lengths of rows' prompts and answers, from a text such as "512:256/128"."""
+    input, slash, output = text.partition("/")
+    if not slash:
+        raise LengthError(f"{text!r} is not a batch; write PROMPT/ANSWER in tokens, as in 512:256/128")
+    return Lengths.parse(input), Lengths.parse(output)
+
+
 @click.command()
 @click.option(
     "--rate",
     type=Number(1e-6, 1e6),
     required=True,
     metavar="N",
-    help="Requests per second in the busiest minutes, on average. They are taken to come independently of "
-    "each other; traffic in bursts needs more than the plan says.",
+    help="Average requests per second in the busiest minutes. The plan assumes independent arrivals; bursts "
+    "of traffic need more replicas.",
 )
 @click.option(
     "--input",
@@ -57,7 +68,7 @@ def _device(value: str) -> Profile:
     callback=parsed(Lengths.parse),
     required=True,
     metavar="TOKENS",
-    help="Tokens of an answer, in the same way.",
+    help="Tokens of an answer, in the format of --input.",
 )
 @click.option(
     "--goal",
@@ -69,18 +80,32 @@ def _device(value: str) -> Profile:
     f"{'; '.join(f'{name}: {about}' for name, about in METRICS.items())}. People read at a tpot of 0.1.",
 )
 @click.option(
+    "--batch",
+    callback=parsed(parse_batch),
+    metavar="TOKENS/TOKENS",
+    help="Batch work beside these requests: tokens of a row's prompt and of its answer. There are "
+    "always more rows; the plan says how many tokens per second they get while the goals hold.",
+)
+@click.option(
+    "--batch-tokens",
+    type=Number(0, 1e9),
+    default="0",
+    metavar="N",
+    help="Tokens of answers per second that the batch needs, at least; the plan has replicas for them.",
+)
+@click.option(
     "--device",
     required=True,
     metavar="NAME|FILE",
     help=f"Model and hardware of a replica: {', '.join(PROFILES)}, or a YAML or JSON file that "
-    "`saturate profile` has measured.",
+    "`saturate profile` has measured. h100-7b is measured; the others are estimates.",
 )
 @click.option(
     "--max-tokens",
     type=click.IntRange(min=1),
     metavar="N",
-    help="max_tokens of the requests: the batcher reserves KV cache for them, however long answers get. "
-    "[default: that of --output; of lognormal answers the longest of 1,000]",
+    help="max_tokens of the requests: the batcher reserves KV cache for that many tokens, even for short "
+    "answers.  [default: --output; for lognormal answers the longest of 1,000]",
 )
 @click.option(
     "--prefix-share",
@@ -117,7 +142,7 @@ def _device(value: str) -> Profile:
     default=0,
     show_default=True,
     metavar="N",
-    help="Of the random numbers. Another seed shows by how much the figures depend on chance.",
+    help="Seed of the random numbers. Another seed shows how much the figures depend on chance.",
 )
 @click.option("--json", "as_json", is_flag=True, help="JSON for programs.")
 def plan(
@@ -125,6 +150,8 @@ def plan(
     input: Lengths,
     output: Lengths,
     goals: tuple[Goal, ...],
+    batch: tuple[Lengths, Lengths] | None,
+    batch_tokens: float,
     device: str,
     max_tokens: int | None,
     prefix_share: float,
@@ -134,26 +161,35 @@ def plan(
     seed: int,
     as_json: bool,
 ) -> int:
-    """Find the fewest replicas, and settings for them, with which latency goals hold.
+    """Find the fewest replicas that hold latency goals, and settings for them.
 
     The answer comes from a model of the service in virtual time: router, batcher, vLLM's scheduler, and the
-    times of a device. Nothing is started. It says what a device of this profile does; to know what yours
-    does, measure its profile first with `saturate profile`.
+    step times of a device. Nothing is started. The answer holds for a device with this profile; for your
+    device, measure its profile first with `saturate profile`.
 
     \b
     Exit codes:
       0  there is a plan
       2  an option is wrong, or requests don't fit the device
-      3  no plan holds the goals; the best that was seen is shown
+      3  no plan holds the goals; the output has the best plan found
 
     \b
     Examples:
       saturate plan --rate 50 --input 1500 --output 300 --goal "ttft_p99<0.5,tpot_p99<0.05" --device h100-8b
       saturate plan --rate 4 --input 1500:800 --output 300:200 --goal "ttft_p99<2" --device l4-7b \\
         --price-per-hour 0.8 --prefix-share 0.5
+      saturate plan --rate 4 --input 256 --output 64 --goal "ttft_p99<0.3,tpot_p99<0.03" --device h100-7b \\
+        --batch 512:256/128 --batch-tokens 4000
       saturate plan --rate 20 --input 512 --output 128 --goal "latency_p95<6" --device my-gpu.yaml --json
     """
+    if batch_tokens and batch is None:
+        raise click.UsageError("--batch-tokens: needs --batch, the lengths of the rows")
     workload = Workload.of(rate, input, output, max_tokens, prefix_share)
+    if batch is not None:
+        held = batcher_goals(goals)
+        # A step at its bound is a little longer than predicted.
+        bounds = StepGoals(*(BOUND * held.get(name, math.inf) for name in ("ttft_p99_s", "tpot_p99_s")))
+        workload = replace(workload, batch=Batch(*batch, batch_tokens), goals=bounds)
     try:
         profile = _device(device)
     except ValueError as error:
@@ -163,7 +199,7 @@ def plan(
     except FitError as error:
         raise click.UsageError(str(error)) from None
     trials = Trials(profile, workload, goals, seed, routing)
-    report = Report(trials, price_per_hour)
+    report = PlanReport(trials, price_per_hour)
     progress = Progress(every_s=LINE_S)
     try:
         found = Search(trials, max_replicas, lambda line: progress.show(f"trying {line}")).plan()

@@ -11,13 +11,23 @@ from serve_app.cli.option_values import check_folder, parsed
 from serve_app.client import ServiceError, base_url
 from serve_app.simulation.profiles import Profile
 from serve_app.system.progress import Progress
-from serve_app.tuning.measuring import Measurement
-from serve_app.tuning.observations import LARGEST_ERROR, LEAST_R2, Fit, Observation, ObservationError, fit
-from serve_app.tuning.profile_file import file_of, profile_of
+from serve_app.tuning.plots import PlotError, check_plot, draw_profile
+from serve_app.tuning.profiling import (
+    LARGEST_ERROR,
+    LEAST_R2,
+    Fit,
+    Measurement,
+    Observation,
+    ObservationError,
+    file_of,
+    fit,
+    profile_of,
+    source_of,
+)
 from serve_app.tuning.service import Facts, Service
 
 BAD_FIT = 3
-"""Exit code where the fit is bad."""
+"""Exit code for a bad fit."""
 
 
 @click.command()
@@ -39,11 +49,15 @@ BAD_FIT = 3
 @click.option(
     "--max-num-batched-tokens",
     type=click.IntRange(min=64),
-    default=2048,
-    show_default=True,
     metavar="N",
-    help="The engine's setting, which HTTP doesn't tell: what the config has, or the line "
-    "`max_num_batched_tokens=N` of vLLM's log. Prompts up to it are measured, and the profile gets it.",
+    help="Most tokens in a step: the longest measured prompt, and a value of the profile.  [default: the "
+    "service's setting]",
+)
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE.png",
+    help="Draw the measured points and the profile's line; needs saturate[plot].",
 )
 def profile(
     url: str,
@@ -52,22 +66,24 @@ def profile(
     output: Path | None,
     overwrite: bool,
     name: str | None,
-    max_num_batched_tokens: int,
+    max_num_batched_tokens: int | None,
+    plot: Path | None,
 ) -> int:
-    """Measure the profile of a device that runs, through the service at URL.
+    """Measure the profile of a running device, through the service at URL.
 
-    It takes at most three minutes, on a service without other traffic and with one replica of the model. Lone
-    prompts of several lengths, and up to 32 answers side by side with short and long contexts, are timed; the
-    parameters of a step are fitted to them. Prompts are random, so none is in the prefix cache.
+    The measurement takes a minute at most, on a service without other traffic and with one replica of the
+    model. It times lone prompts of several lengths, concurrent answers up to max_num_seqs, and answers with
+    long contexts, and fits the parameters of a step to these times. Prompts are random, so the prefix cache
+    has no effect.
 
     The file is for `saturate plan --device FILE` and for `simulate: FILE` in a config.
 
     \b
     Exit codes:
-      0  the profile describes what was measured
+      0  the profile describes the measured times
       1  there is no service, or it can't be measured
       2  an option is wrong; nothing was measured
-      3  the profile is written, but describes it badly; the table of residuals shows where
+      3  the profile is written, but describes the measured times badly; the table of residuals shows where
 
     \b
     Examples:
@@ -77,23 +93,32 @@ def profile(
     if output is not None and output.exists() and not overwrite:
         raise click.UsageError(f"--output {output}: exists; add --overwrite to replace it")
     check_folder("--output", output)
+    check_folder("--plot", plot)
+    try:
+        if plot is not None:
+            check_plot()
+    except PlotError as error:
+        raise click.UsageError(f"--plot: {error}") from None
     key = read_api_key(api_key_env)
     progress = Progress()
     try:
-        facts, measurement = asyncio.run(_measure(url, key, model, max_num_batched_tokens, progress))
+        facts, tokens, measurement = asyncio.run(_measure(url, key, model, max_num_batched_tokens, progress))
         found = fit(measurement.observations)
-        made = profile_of(found, facts, name or facts.model, max_num_batched_tokens)
+        source = source_of(url, datetime.now(UTC))
+        made = profile_of(found, measurement.bursts, facts, name or facts.model, tokens, source)
     except (ServiceError, ObservationError) as error:
         raise click.ClickException(str(error)) from None
     progress.end(f"{len(measurement.observations)} points measured")
-    text = file_of(made, found, url, datetime.now(UTC))
+    text = file_of(made, found)
     click.echo(summary(made, found, measurement.observations), err=output is None, nl=False)
     for warning in measurement.warnings:
         click.echo(f"warning: {warning}", err=True)
     try:
+        if plot is not None:
+            draw_profile(made.name, measurement.observations, found, plot)
         _write(output, text)
     except OSError as error:
-        raise click.ClickException(f"--output {output}: {error.strerror}") from None
+        raise click.ClickException(f"{error.filename}: {error.strerror}") from None
     if not found.bad:
         return 0
     click.echo(
@@ -106,22 +131,26 @@ def profile(
 
 
 async def _measure(
-    url: str, key: str | None, model: str | None, step_tokens: int, progress: Progress
-) -> tuple[Facts, Measurement]:
-    """Measure a model of the service at `url`."""
+    url: str, key: str | None, model: str | None, step_tokens: int | None, progress: Progress
+) -> tuple[Facts, int, Measurement]:
+    """Measure a model of the service at `url`; return the facts, `max_num_batched_tokens` and the points."""
     async with Service(url, api_key=key) as service:
         found = await service.find(model)
         progress.show(f"the first answer of {found}")
-        # A model without replicas starts one for it, and the engine compiles what it needs.
-        await service.streams(found, [64], 8)
+        await service.first_answer(found)
         facts = await service.facts(found)
-        measurement = Measurement(service, facts, step_tokens, progress.show)
+        tokens = step_tokens or facts.max_num_batched_tokens
+        if tokens is None:
+            raise ServiceError(
+                f"{url} doesn't report the engine's max_num_batched_tokens; give --max-num-batched-tokens"
+            )
+        measurement = Measurement(service, facts, tokens, progress.show)
         await measurement.run()
-        return facts, measurement
+        return facts, tokens, measurement
 
 
 def summary(profile: Profile, fit: Fit, observations: list[Observation]) -> str:
-    """Return the measured times beside those of the profile."""
+    """Return a table of the measured times and the profile's times."""
     width = max(len(each.about) for each in observations)
     lines = [f"{'':{width}}  measured   profile  difference"]
     for each, predicted in zip(observations, fit.predicted, strict=True):
@@ -136,7 +165,13 @@ def summary(profile: Profile, fit: Fit, observations: list[Observation]) -> str:
             f"a step of {profile.name}: {profile.base_ms:g} ms, {profile.per_prefill_token_ms:g} ms per "
             f"token of a prompt, {profile.per_sequence_ms:g} ms per sequence, {profile.per_kv_token_ms:g} ms "
             "per token of context",
-            f"a request: {profile.request_ms:g} ms more until its first token",
+            *(
+                [f"the first {profile.hidden_prefill_tokens} tokens of prompts in a step take no time"]
+                if profile.hidden_prefill_tokens
+                else []
+            ),
+            f"a request: {profile.request_ms:g} ms more until its first token, of which "
+            f"{profile.serial_ms:g} ms are serial",
             f"R² {fit.r2:.4f}, largest difference {fit.largest_error:.1%}",
             "",
         ]

@@ -25,20 +25,15 @@ from serve_app.jobs.errors import RunError
 from serve_app.ledger.report import LedgerError, LedgerFiles
 from serve_app.relay.usage import Tokens
 from serve_app.system.progress import Progress
-from serve_app.tuning.generator import Generator
 from serve_app.tuning.goals import METRICS, Goal, parse_goals
-from serve_app.tuning.guidellm import GuideLLM, check_guidellm
-from serve_app.tuning.load_plot import PlotError, check_plot, draw
-from serve_app.tuning.load_report import body, text
-from serve_app.tuning.requests import Prompt
-from serve_app.tuning.service import Service
+from serve_app.tuning.load import Prompt
+from serve_app.tuning.plots import PlotError, check_plot, draw_tuning
+from serve_app.tuning.tune_report import body, text
 from serve_app.tuning.tuner import LoneMissError
 from serve_app.tuning.workload import Lengths
 
 MOST_PROMPTS = 10_000
-"""Rows of a dataset that are used."""
-
-GENERATORS = {"own": Generator, "guidellm": GuideLLM}
+"""Most rows of a dataset."""
 
 
 @click.command()
@@ -52,7 +47,7 @@ GENERATORS = {"own": Generator, "guidellm": GuideLLM}
     metavar="GOAL[,GOAL]",
     help=f"METRIC_PERCENTILE<SECONDS, as in ttft_p99<0.5. Metrics: "
     f"{'; '.join(f'{name}: {about}' for name, about in METRICS.items())}. Chats: ttft_p99<0.5 to 1, and "
-    "tpot_p99<0.05 to 0.1, at which people read. Without a reader: latency_p95, what the caller waits for.",
+    "tpot_p99<0.05 to 0.1, the pace of a reader. Without a reader: latency_p95, the wait of the caller.",
 )
 @click.option(
     "--input",
@@ -61,7 +56,7 @@ GENERATORS = {"own": Generator, "guidellm": GuideLLM}
     show_default=True,
     metavar="TOKENS",
     help="Tokens of a prompt: a number, or MEAN:SPREAD for lognormal lengths with this mean and standard "
-    "deviation. Prompts are random, so none is in the prefix cache: where yours share beginnings, take "
+    "deviation. Prompts are random, so the prefix cache has no effect: if your prompts share beginnings, use "
     "--ledger or --dataset.",
 )
 @click.option(
@@ -70,36 +65,29 @@ GENERATORS = {"own": Generator, "guidellm": GuideLLM}
     default="128",
     show_default=True,
     metavar="TOKENS",
-    help="Tokens of an answer, in the same way; also the request's max_tokens, which the batcher reserves.",
+    help="Tokens of an answer, in the format of --input; also the request's max_tokens, which the batcher "
+    "reserves.",
 )
 @click.option(
     "--dataset",
     metavar="FILE",
-    help="Prompts of your own, in place of --input: JSONL (CSV, Parquet) with a column `prompt` or "
-    "`messages`, as `saturate batch` reads it. Answers end by themselves, at --output at the latest. Take "
-    "more rows than a step has requests: a prompt that comes again is in the prefix cache.",
+    help="Your own prompts, in place of --input: JSONL (CSV, Parquet) with a column `prompt` or `messages`, "
+    "as for `saturate batch`. Answers end by themselves, or after --output tokens. Use more rows than a step "
+    "has requests: a repeated prompt is in the prefix cache.",
 )
 @click.option(
     "--ledger",
     metavar="FOLDER",
     help="Lengths of real calls, in place of --input and --output: the folder or URL of the usage ledger "
-    "(args.usage.ledger). Prompts are random, with as many tokens of one common beginning as a call had in "
-    "the prefix cache. Calls of /generate, which are lists, are left out.",
+    "(args.usage.ledger). Prompts are random, with a common beginning as long as the call's part in the "
+    "prefix cache. Calls of /generate are left out, since they are lists.",
 )
 @click.option(
     "--since",
     callback=parsed(parse_time),
     metavar="TIME",
-    help="With --ledger: calls that ended from then on: 90m, 24h, 7d or 4w ago, or a date. Your busiest "
-    "hours say more than all.  [default: 7d]",
-)
-@click.option(
-    "--generator",
-    type=click.Choice(["own", "guidellm"]),
-    default="own",
-    show_default=True,
-    help="own: one process, which sends some 100 requests per second, and says so when it is late. guidellm: "
-    "the command of that name, GuideLLM 0.8, which has several processes; each step takes 10 to 20 s more.",
+    help="With --ledger: calls that ended since this time: 90m, 24h, 7d or 4w ago, or a date. Your busiest "
+    "hours give the best answer.  [default: 7d]",
 )
 @click.option(
     "--seconds",
@@ -107,48 +95,48 @@ GENERATORS = {"own": Generator, "guidellm": GuideLLM}
     default=30.0,
     show_default=True,
     metavar="S",
-    help="Length of a load step. A p99 takes 300 requests or more: at 5 requests per second, 60 s. Longer "
-    "steps make the answer surer; there are 15 to 20 of them.",
+    help="Length of a load step; a run has 15 to 20 steps. A p99 needs 300 requests or more: at 5 requests "
+    "per second, 60 s. Longer steps make the answer more certain.",
 )
 @click.option(
     "--loop",
     type=click.Choice(["both", "open", "closed"]),
     default="both",
     show_default=True,
-    help="open: requests at random times, as many users send them; its highest rate is the figure to plan "
-    "with. closed: clients that wait for their answer, as programs do. both: each helps the other's search.",
+    help="open: requests at random times, as from many users; plan with its highest rate. closed: clients "
+    "that wait for their answers, as programs do. both: the result of one search starts the other.",
 )
 @click.option(
     "--rate",
     type=click.FloatRange(0, 1e5, min_open=True),
     metavar="N",
-    help="Measure this one rate, requests per second, in place of the highest: your busiest minutes.",
+    help="Measure this rate only, in requests per second, for instance the rate of your busiest minutes.",
 )
 @click.option(
     "--concurrency",
     type=click.IntRange(1, 4096),
     metavar="N",
-    help="Measure this one number of clients, in place of the highest.",
+    help="Measure this number of clients only.",
 )
 @click.option(
     "--beside-batch",
     is_flag=True,
-    help="Keep batch work running (service_tier flex), and say how many tokens per second it has while live "
-    "traffic at --rate holds its goal. With batcher.goals the batch work leaves steps as short as they ask.",
+    help="Keep batch work running (service_tier flex), and report its tokens per second while live traffic "
+    "at --rate holds its goal. With batcher.goals the batch work keeps steps short enough for these goals.",
 )
 @click.option(
     "--apply",
     "apply_",
     is_flag=True,
     help="Change the settings of the service, without a restart, measure again, and lower the rate until the "
-    "goals hold. It works on the machine of the service, and until the next `serve deploy` unless the config "
-    "has the settings too: --write.",
+    "goals hold. Works on the machine of the service only. The next `serve deploy` reverts the settings "
+    "unless --write puts them into the config.",
 )
 @click.option(
     "--write",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="CONFIG",
-    help="Put the settings into this config. Comments are lost; the file before is kept as CONFIG.before.",
+    help="Put the settings into this config; its comments stay. The previous file is kept as CONFIG.before.",
 )
 @click.option("--api-key-env", metavar="NAME", help="Environment variable that holds the API key.")
 @click.option(
@@ -170,7 +158,7 @@ GENERATORS = {"own": Generator, "guidellm": GuideLLM}
     default=0,
     show_default=True,
     metavar="N",
-    help="Of the random numbers. Another seed sends other prompts at other times.",
+    help="Seed of the random numbers. Another seed sends other prompts at other times.",
 )
 def tune(
     url: str,
@@ -181,7 +169,6 @@ def tune(
     dataset: str | None,
     ledger: str | None,
     since: datetime | None,
-    generator: Literal["own", "guidellm"],
     seconds: float,
     loop: Literal["both", "open", "closed"],
     rate: float | None,
@@ -196,25 +183,25 @@ def tune(
 ) -> int:
     """Find the highest load that holds latency goals on the service at URL, and settings for it.
 
-    The load is raised until a goal breaks, and the distance halved: about 15 steps of --seconds each. The
-    service should have no other traffic and a fixed number of replicas. Answers other than 200 count as
-    missed. Nothing of the service changes without --apply.
+    The load is raised until a goal breaks, then the interval is bisected: about 15 steps of --seconds each.
+    The service should have no other traffic and a fixed number of replicas. Answers other than 200 count as
+    missed goals. Without --apply the service stays unchanged.
 
     \b
     How to choose:
-      --goal       what your users notice: the first word (ttft), the pace (tpot)
+      --goal       the times that your users notice: the first word (ttft), the pace (tpot)
       --ledger     the lengths of your own traffic, if the service keeps a ledger; else --dataset, or
-                   --input and --output with means and spreads that you know
-      --seconds    long enough for 300 requests per step, longer for a p99 that is sure
-      --rate       with --apply: settings for the rate that you have, not for the most
+                   --input and --output with known means and spreads
+      --seconds    long enough for 300 requests per step, longer for a reliable p99
+      --rate       with --apply: settings for your rate instead of the highest rate
 
     \b
     Exit codes:
       0  a load holds the goals
       1  there is no service, or it can't be measured
       2  an option is wrong; nothing was measured
-      3  no load holds the goals (a lone request misses them, or --rate does), or they don't hold with the
-         settings; the best that was seen is shown
+      3  no load holds the goals (a lone request or --rate misses them), or the goals don't hold with the new
+         settings; the output has the best load found
 
     \b
     Examples:
@@ -225,20 +212,18 @@ def tune(
     given = click.get_current_context().get_parameter_source
     others = [name for name in ("dataset", "input", "output") if given(name) is ParameterSource.COMMANDLINE]
     if ledger is not None and others:
-        raise click.UsageError(f"--ledger: it has the lengths; leave out --{others[0]}")
+        raise click.UsageError(f"--ledger: the ledger has the lengths; leave out --{others[0]}")
     if since is not None and ledger is None:
-        raise click.UsageError("--since: it belongs to --ledger")
-    if generator == "guidellm":
-        try:
-            check_guidellm()
-        except ServiceError as error:
-            raise click.UsageError(f"--generator: {error}") from None
+        raise click.UsageError("--since: needs --ledger")
     if beside_batch and rate is None:
         raise click.UsageError("--beside-batch: give the rate of the live traffic with --rate")
     if loop != "both" and (rate is not None or concurrency is not None):
-        raise click.UsageError("--loop: --rate and --concurrency measure one load; leave it out")
+        raise click.UsageError("--loop: leave it out; --rate and --concurrency measure one load")
     if apply_ and (beside_batch or loop == "closed" or (concurrency is not None and rate is None)):
-        raise click.UsageError("--apply: settings follow from a rate; leave out what measures none")
+        raise click.UsageError(
+            "--apply: settings need the highest rate or --rate; leave out --beside-batch, --loop closed and "
+            "--concurrency"
+        )
     calls = None if ledger is None else read_calls(ledger, since or parse_time("7d"))
     try:
         if plot is not None:
@@ -248,8 +233,6 @@ def tune(
         raise click.UsageError(
             f"{'--plot' if isinstance(error, PlotError) else '--dataset'}: {error}"
         ) from None
-    if generator == "guidellm" and any(not isinstance(prompt, str) for prompt in prompts):
-        raise click.UsageError("--generator: guidellm takes prompts that are texts; with chats, take own")
     if write is not None:
         read_config(write)
     check_folder("--json", json_file)
@@ -271,11 +254,11 @@ def tune(
         beside_batch=beside_batch,
     )
     if calls is not None and (model or not calls):
-        # Before the service is asked.
+        # Report a missing ledger entry before the service is contacted.
         question.requests(model or "any model")
     config = RunningConfig(url) if apply_ else None
     progress = Progress()
-    run = TuneRun(question, config, progress, service=Service, generator=GENERATORS[generator])
+    run = TuneRun(question, config, progress)
     try:
         asyncio.run(run.run())
     except LoneMissError as error:
@@ -285,7 +268,7 @@ def tune(
         _warn(run)
         return NO_PLAN
     except (ServiceError, click.ClickException, KeyboardInterrupt) as error:
-        # The steps until then took minutes each.
+        # The finished steps took minutes: show their results.
         if run.found.lone is not None:
             click.echo(text(run.found), nl=False)
             _warn(run)
@@ -298,16 +281,16 @@ def tune(
     _warn(run)
     if write is not None and found.choice is not None:
         write_config(write, found.model, found.choice)
-        click.echo(f"written to {write}; the one before is {write.name}.before")
+        click.echo(f"written to {write}; the previous config is {write.name}.before")
     _write_files(run, json_file, plot)
-    return 0 if _holds(run) else NO_PLAN
+    return 0 if found.holds else NO_PLAN
 
 
 def read_calls(place: str, since: datetime) -> dict[str, list[Tokens]]:
-    """Return lengths of the calls in a ledger, by model.
+    """Return the lengths of the calls in a ledger, by model.
 
     Raises:
-        click.UsageError: It can't be read.
+        click.UsageError: The ledger can't be read.
     """
     try:
         return LedgerFiles(place).lengths(since)
@@ -321,7 +304,7 @@ def read_prompts(dataset: str) -> Sequence[Prompt]:
     """Return the prompts of a dataset, at most 10,000.
 
     Raises:
-        RunError: It can't be read, or a row has no prompt.
+        RunError: The dataset can't be read, is empty, or a row has no prompt.
     """
     prompts: list[Prompt] = []
     prompter: Callable[..., Prompt] | None = None
@@ -336,7 +319,7 @@ def read_prompts(dataset: str) -> Sequence[Prompt]:
         except RowError as error:
             raise RunError(f"{dataset}, row {number}: {error}") from None
     if not prompts:
-        raise RunError(f"{dataset}: it has no rows")
+        raise RunError(f"{dataset} has no rows")
     return prompts
 
 
@@ -345,22 +328,11 @@ def _warn(run: TuneRun) -> None:
         click.echo(f"warning: {warning}", err=True)
 
 
-def _holds(run: TuneRun) -> bool:
-    """Return whether a load holds the goals, of each kind that was asked for."""
-    found = run.found
-    if found.applied:
-        return found.applied[-1].holds
-    if found.batch is not None and not found.batch.live.holds:
-        return False
-    edges = [edge for edge in (found.open, found.closed) if edge is not None]
-    return all(edge.held is not None for edge in edges) and all(step.holds for step in found.single)
-
-
 def _write_files(run: TuneRun, json_file: Path | None, plot: Path | None) -> None:
     try:
         if json_file is not None:
             json_file.write_text(json.dumps(body(run.found), indent=1) + "\n")
         if plot is not None:
-            draw(run.found, plot)
+            draw_tuning(run.found, plot)
     except OSError as error:
         raise click.ClickException(f"{error.filename}: {error.strerror}") from None

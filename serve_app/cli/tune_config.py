@@ -1,8 +1,10 @@
-"""Puts the settings that `saturate tune` has chosen into a service that runs, or into a config."""
+"""Put the settings chosen by `saturate tune` into a running service, or into a config."""
 
 import asyncio
+import copy
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,14 +16,72 @@ from serve_app.cli.dashboard import Dashboard
 from serve_app.client import base_url
 from serve_app.settings.config_file import ConfigFileError, read_file
 from serve_app.system.yaml_text import updated_or_new
-from serve_app.tuning.choice import Choice
-from serve_app.tuning.config_change import Change, ChangeError, changed
-from serve_app.tuning.generator import Generator
+from serve_app.tuning.load import Generator
+from serve_app.tuning.tuner import Choice
 
 LOCAL = {"127.0.0.1", "localhost", "::1", "0.0.0.0"}
 
 LOOKS, LOOK_S = 120, 0.5
-"""Looks at a service until all replicas have a change, and the seconds between them."""
+"""Most polls of a service until all replicas have a change, and the seconds between polls."""
+
+
+class ChangeError(ValueError):
+    """A config has no such model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A changed Serve config.
+
+    Attributes:
+        config: The config.
+        left_out: Settings that were not applied, each with the reason.
+    """
+
+    config: JSON
+    left_out: tuple[str, ...]
+
+
+def changed(config: JSON, model: str, choice: Choice) -> Change:
+    """Return a Serve config with the chosen settings.
+
+    The settings go into the `user_config` of the model's deployment; such a change restarts nothing.
+
+    Args:
+        config: The config, as `saturate serve` reads it.
+        model: The id of the model.
+        choice: The settings.
+
+    Raises:
+        ChangeError: No application has the model.
+    """
+    config = copy.deepcopy(config)
+    found = [
+        app
+        for app in config.get("applications") or []
+        for each in (app.get("args") or {}).get("models") or []
+        if each.get("id", each.get("source")) == model
+    ]
+    if not found:
+        raise ChangeError(f"the config has no model {model!r}")
+    app = found[0]
+    # A key without a value is None in YAML.
+    deployments = app["deployments"] = app.get("deployments") or []
+    name = f"Engine:{model}"
+    deployment = next((each for each in deployments if each.get("name") == name), None)
+    if deployment is None:
+        deployment = {"name": name}
+        deployments.append(deployment)
+    user = deployment["user_config"] = dict(deployment.get("user_config") or {})
+    user["batcher"] = {**(user.get("batcher") or {}), **choice.batcher}
+    left_out = []
+    scaling = deployment.get("autoscaling_config")
+    if scaling and not isinstance(scaling, str) and "policy" not in scaling:
+        scaling["target_ongoing_requests"] = choice.target_ongoing_requests
+    else:
+        reason = "its policy has another target" if scaling else "the model has a fixed number of replicas"
+        left_out.append(f"target_ongoing_requests: {reason}")
+    return Change(config, tuple(left_out))
 
 
 class RunningConfig:
@@ -29,7 +89,7 @@ class RunningConfig:
 
     Args:
         url: The URL of the service.
-        dashboard: The dashboard of its Ray; None: it is looked for.
+        dashboard: The dashboard of its Ray; None: search for it.
 
     Raises:
         click.UsageError: The URL is wrong, the service runs on another machine, or its dashboard can't be
@@ -55,10 +115,10 @@ class RunningConfig:
             )
 
     async def apply(self, generator: Generator, model: str, choice: Choice) -> Change:
-        """Deploy the settings, and wait until all replicas have them; nothing restarts.
+        """Deploy the settings without a restart, and wait until all replicas have them.
 
         Raises:
-            click.ClickException: They are refused, or don't arrive.
+            click.ClickException: Ray Serve refuses the settings, or they don't reach all replicas in time.
         """
         try:
             change = changed(self._config, model, choice)
@@ -69,7 +129,7 @@ class RunningConfig:
         self._config = change.config
         for _ in range(LOOKS):
             arrived = (await generator.facts()).max_num_seqs == choice.max_running
-            # The facts have the least of all replicas, and Ray Serve changes some replicas after the others.
+            # The facts have the minimum over the replicas, and Ray Serve changes the replicas in turn.
             if arrived and not await asyncio.to_thread(self._is_updating, model):
                 return change
             await asyncio.sleep(LOOK_S)
@@ -79,7 +139,7 @@ class RunningConfig:
         )
 
     def _is_updating(self, model: str) -> bool:
-        """Return whether Ray Serve still changes replicas of a model."""
+        """Return whether Ray Serve is still updating replicas of a model."""
         return any(
             app.get("deployments", {}).get(f"Engine:{model}", {}).get("status") == "UPDATING"
             for app in self._dashboard.applications().values()
@@ -90,7 +150,7 @@ def read_config(path: Path) -> JSON:
     """Return a Serve config.
 
     Raises:
-        click.UsageError: It can't be read, or is none; the message names the field.
+        click.UsageError: The file can't be read, or is not a Serve config; the message names the field.
     """
     try:
         content = read_file(path)
@@ -104,7 +164,7 @@ def read_config(path: Path) -> JSON:
 
 
 def _check_form(applications: Any) -> None:
-    """Raise a ValueError that names the first field of another form than a change of settings takes."""
+    """Raise a ValueError that names the first field whose type prevents a change of settings."""
     for place, app in _mappings("applications", applications):
         args = _mapping(f"{place}.args", app.get("args") or {})
         for name, model in _mappings(f"{place}.args.models", args.get("models") or []):
@@ -130,7 +190,7 @@ def _mapping(place: str, value: Any) -> JSON:
 
 
 def write_config(path: Path, model: str, choice: Choice) -> Change:
-    """Put the settings into a config, whose comments stay; the config before is kept beside it.
+    """Put the settings into a config and keep its comments; the previous config is kept as a backup.
 
     Raises:
         click.ClickException: The config has no such model, or can't be written.
@@ -139,7 +199,7 @@ def write_config(path: Path, model: str, choice: Choice) -> Change:
         change = changed(read_config(path), model, choice)
         before = path.with_name(f"{path.name}.before")
         shutil.copyfile(path, before)
-        # A config may hold secrets.
+        # A config may contain secrets, so the backup gets the same permissions.
         shutil.copymode(path, before)
         path.write_text(updated_or_new(path.read_text(), change.config))
     except ChangeError as error:

@@ -1,7 +1,6 @@
-"""One run of `saturate tune`: the load steps, the choice, and what is done with it."""
+"""One run of `saturate tune`: the load steps, the choice of settings, and their application."""
 
 import asyncio
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -12,54 +11,51 @@ from serve_app.cli.tune_config import RunningConfig
 from serve_app.client import ServiceError
 from serve_app.relay.usage import Tokens
 from serve_app.system.progress import Progress
-from serve_app.tuning.choice import MARGIN, choose
-from serve_app.tuning.generator import Generator
 from serve_app.tuning.goals import Goal
-from serve_app.tuning.load_report import Batch, Tuning, line
-from serve_app.tuning.load_step import Load, Step
-from serve_app.tuning.requests import Prompt, Requests
+from serve_app.tuning.load import Generator, Load, Prompt, Requests, Step
 from serve_app.tuning.service import Facts, Service
-from serve_app.tuning.tuner import Tuner, is_small
+from serve_app.tuning.tune_report import BesideBatch, Tuning, line
+from serve_app.tuning.tuner import MARGIN, Tuner, choose, is_small
 from serve_app.tuning.workload import Lengths
 
 STEPS_DOWN = 4
-"""Times that the rate is lowered where the goals don't hold with the settings."""
+"""Most times that the rate is lowered while the goals don't hold with the settings."""
 
 IDLE_LOOKS, IDLE_S = 10, 0.2
-"""Looks at a service before the first step, and the seconds between them."""
+"""Most polls for an idle service before the first step, and the seconds between polls."""
 
 OTHERS = 0.02
-"""Requests of others, as a share of those that were sent, from which on they are told."""
+"""Other requests as a share of the sent requests, above which a warning reports them."""
 
 LATE_S = 0.1
-"""Seconds by which a request may be sent too late before that is told."""
+"""Delay of a request's send time above which a warning reports it, in seconds."""
 
 AT_THE_LIMIT = 0.9
-"""Share of `max_running` that runs from which on the limit itself may have bounded the load."""
+"""Running requests as a share of `max_running`, from which the limit itself may have bounded the load."""
 
 BATCH_CLIENTS = 2
-"""Clients of the batch load, for each request that may run."""
+"""Clients of the batch load per request that may run."""
 
 
 @dataclass(frozen=True, slots=True)
 class TuneOptions:
-    """The question of a run.
+    """The options of a run.
 
     Attributes:
         url: URL of the service.
-        model: The model; None: the only one.
-        key: The API key; None: there is none.
+        model: The model; None: the service's only model.
+        key: The API key; None: no key.
         input: Tokens of a prompt.
         output: Tokens of an answer.
-        prompts: Prompts of a dataset; empty: random ones.
-        ledger: Lengths of calls by model, in place of `input` and `output`; None: those.
+        prompts: Prompts of a dataset; empty: random prompts.
+        ledger: Lengths of calls by model, in place of `input` and `output`; None: use `input` and `output`.
         goals: The goals.
         seconds: Length of a step.
-        loop: Which edges are looked for.
-        rate: The one rate to measure; None: the highest.
-        concurrency: The one number of clients to measure; None: the highest.
-        seed: Of the random numbers.
-        beside_batch: Measure `rate` beside batch work.
+        loop: Kinds of load to search: open, closed or both.
+        rate: The rate to measure; None: search for the highest rate.
+        concurrency: The number of clients to measure; None: search for the highest number.
+        seed: Seed of the random numbers.
+        beside_batch: Whether to measure `rate` beside batch work.
     """
 
     url: str
@@ -81,7 +77,7 @@ class TuneOptions:
         """Return the requests to a model.
 
         Raises:
-            click.UsageError: The ledger has no calls of it.
+            click.UsageError: The ledger has no calls of the model.
         """
         if self.ledger is None:
             return Requests(model, self.input, self.output, self.prompts, tier=tier)
@@ -89,8 +85,8 @@ class TuneOptions:
         if not calls:
             others = ", ".join(sorted(self.ledger)) or "none"
             raise click.UsageError(
-                f"--ledger: it has no answered call of {model} in this time (models with calls: {others}); "
-                "take an earlier --since, or --input and --output"
+                f"--ledger: no answered call of {model} in this time (models with calls: {others}); use an "
+                "earlier --since, or --input and --output"
             )
         input, output = (
             Lengths(sum(getattr(call, part) for call in calls) / len(calls)) for part in ("prompt", "output")
@@ -110,15 +106,15 @@ MakeGenerator = Callable[..., Generator]
 
 
 class TuneRun:
-    """Runs a tuning.
+    """A run of `saturate tune`.
 
     Attributes:
-        found: The result, as far as it came.
+        found: The result so far.
 
     Args:
-        question: The question.
-        config: The config to apply the settings to; None: they aren't applied.
-        progress: The progress.
+        question: The options.
+        config: The config to apply the settings to; None: don't apply them.
+        progress: Shows the progress.
     """
 
     def __init__(
@@ -142,7 +138,7 @@ class TuneRun:
         self.found = Tuning(question.model or "", str(question), question.goals)
 
     async def run(self) -> None:
-        """Run it.
+        """Run the tuning.
 
         Raises:
             ServiceError: The service can't be measured.
@@ -159,11 +155,11 @@ class TuneRun:
             model = self.found.model = await service.find(question.model)
             requests = self._requests = question.requests(model)
             if requests.calls:
-                self.found.question = _lengths(requests.calls)
+                self.found.requests = _lengths(requests.calls)
             async with self._generator(service, requests, question.goals) as generator:
-                # A model without replicas starts one for the first request.
+                # A model without replicas starts a replica for the first request.
                 self._progress.show(f"the first answer of {model}")
-                await service.streams(model, [16], 2)
+                await service.first_answer(model)
                 facts = await self._idle(generator)
                 await self._steps(generator, facts)
                 await self._end(generator, facts)
@@ -171,7 +167,7 @@ class TuneRun:
                     await self._beside(service, generator, facts)
 
     async def _steps(self, generator: Generator, facts: Facts) -> None:
-        """Make the load steps, and choose."""
+        """Run the load steps, and choose the settings."""
         question, found = self._question, self.found
         tuner = self._tuner(generator)
         found.lone = await tuner.lone()
@@ -194,8 +190,8 @@ class TuneRun:
             found.choice = choose(best, facts, question.goals, question.rate, question.beside_batch)
             if best.peak >= AT_THE_LIMIT * facts.max_num_seqs * facts.replicas:
                 self._warnings.append(
-                    f"max_running, now {facts.max_num_seqs}, may bound the load: with more of it, or without "
-                    "it, the service may hold more"
+                    f"max_running, now {facts.max_num_seqs}, may bound the load; the service may hold more "
+                    "with a higher max_running, or without it"
                 )
         if self._config is not None and found.choice is not None:
             await self._apply(self._config, generator, tuner)
@@ -231,20 +227,19 @@ class TuneRun:
             self._progress.show("batch work fills the service")
             tuner = self._tuner(generator)
             tuner.life_s = 2 * self._life_s()
-            # The first requests of batch work all have their prompts before them.
+            # At first all requests of the batch work process their prompts.
             await asyncio.sleep(min(question.seconds, 10.0))
             began = clock()
             live = await tuner.measure(Load("open", question.rate))
             ended = clock()
-            # Answers that are still on their way belong to the time before.
+            # Wait for the answers in flight: their tokens belong to the measured time.
             await asyncio.sleep(min(question.seconds, 2 * self._life_s()))
             tokens = batch.tokens_between(began, ended)
-        self.found.batch = Batch(live, tokens / max(ended - began, 1e-9))
+        self.found.batch = BesideBatch(live, tokens / max(ended - began, 1e-9))
 
     def _life_s(self) -> float:
-        """Return the seconds of an answer that is alone; 0: none has ended."""
-        life = math.nan if self.found.lone is None else self.found.lone.figure("latency", 50)
-        return life if math.isfinite(life) else 0.0
+        """Return the seconds of a lone request; 0 if unknown."""
+        return 0.0 if self.found.lone is None else self.found.lone.median("latency")
 
     def _tuner(self, generator: Generator) -> Tuner:
         question, requests = self._question, self._requests
@@ -267,26 +262,26 @@ class TuneRun:
         self._small |= is_small(step) and step.load.loop == "open"
 
     async def _idle(self, generator: Generator) -> Facts:
-        """Return the facts, with a warning where the service has other work."""
+        """Return the facts; add a warning if the service has other work."""
         for _ in range(IDLE_LOOKS):
             facts = await generator.facts()
             if not facts.in_flight:
                 return facts
             await asyncio.sleep(IDLE_S)
         self._warnings.append(
-            f"{facts.in_flight} requests of others run or wait: the figures are of what is left beside them"
+            f"{facts.in_flight} other requests run or wait; the figures are for the remaining capacity"
         )
         return facts
 
     async def _end(self, generator: Generator, before: Facts) -> None:
-        """Note the requests of others."""
+        """Add warnings about other requests and changed replicas."""
         try:
             after = await generator.facts()
         except ServiceError:
             return
         others = after.submitted - before.submitted - generator.sent
         if others > OTHERS * generator.sent:
-            self._warnings.append(f"{others} requests of others ran meanwhile, and made the load higher")
+            self._warnings.append(f"{others} other requests ran during the steps, which raised the load")
         if after.replicas != before.replicas:
             self._warnings.append(
                 f"the model had {before.replicas} replicas at first and has {after.replicas} now: measure "
@@ -297,20 +292,19 @@ class TuneRun:
         if self._late_s > LATE_S:
             self._warnings.append(
                 f"requests were sent up to {self._late_s:.2f} s late: this machine is too slow for the load; "
-                "run the command on another one, or use a generator with several processes"
+                "run the command on another machine, or use a generator with several processes"
             )
         if self._small:
             self._warnings.append(
-                "steps had too few requests for the percentiles of the goals; a longer --seconds makes them "
-                "sure"
+                "steps had too few requests for the percentiles of the goals; use a longer --seconds"
             )
         self.found.warnings = tuple(self._warnings)
 
 
 def _lengths(calls: Sequence[Tokens]) -> str:
-    """Return the lengths of calls in words."""
+    """Return a text about the lengths of calls."""
     prompt, cached, output = (sum(part) for part in zip(*calls, strict=True))
     return (
         f"lengths of {len(calls):,} calls in the ledger, on average {prompt / len(calls):.0f} tokens in "
-        f"({cached / prompt:.0%} of them from the prefix cache), {output / len(calls):.0f} out"
+        f"({cached / prompt:.0%} from the prefix cache), {output / len(calls):.0f} out"
     )

@@ -255,6 +255,8 @@ class Engine:
         return replica_stats(
             self._engine.batcher.stats,
             max_model_len=self._engine.max_model_len,
+            max_num_batched_tokens=self._engine.max_num_batched_tokens,
+            load_s=self._engine.load_s,
             goals=self._engine.goals,
             usage=usage,
             adapters=self._engine.adapters.report(),

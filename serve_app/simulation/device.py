@@ -21,15 +21,16 @@ class Step(NamedTuple):
     kv_tokens: int
 
 
-def duration_s(profile: Profile, step: Step) -> float:
-    """Return the seconds that a step takes."""
-    milliseconds = (
-        profile.base_ms
-        + profile.per_prefill_token_ms * step.prefill_tokens
-        + profile.per_sequence_ms * step.sequences
-        + profile.per_kv_token_ms * step.kv_tokens
-    )
-    return milliseconds / 1000
+def step_time(profile: Profile) -> Callable[[float, float, float], float]:
+    """Return the function from prompt tokens, sequences and context tokens of a step to its seconds."""
+    base, per_prefill, per_sequence, per_kv = profile.seconds
+    hidden = profile.hidden_prefill_tokens
+
+    def seconds(prefill_tokens: float, sequences: float, kv_tokens: float) -> float:
+        computed = max(0.0, prefill_tokens - hidden)
+        return base + per_prefill * computed + per_sequence * sequences + per_kv * kv_tokens
+
+    return seconds
 
 
 class Device:
@@ -55,7 +56,7 @@ class Device:
 
     def submit(self, step: Step) -> float:
         """Add a step, which starts when those before it have ended; return when it ends, on the clock."""
-        self._free_at = max(self._clock(), self._free_at) + duration_s(self.profile, step)
+        self._free_at = max(self._clock(), self._free_at) + step_time(self.profile)(*step)
         return self._free_at
 
     def wait(self, until: float) -> None:

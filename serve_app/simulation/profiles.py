@@ -45,54 +45,76 @@ BLOCK = 16
 REQUEST_MS = 12.0
 """`request_ms` of the built-in profiles: HTTP, the relay and the engine's process, on two cores."""
 
+MEASURED = "measured on an H100 80GB on 2026-11-27, Qwen2.5-7B with random weights, saturate 0.1.0, vLLM 0.32"
+ESTIMATE = "an estimate, nobody has measured it; `saturate profile` measures yours"
+"""Values of `source` of the built-in profiles."""
+
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(strict=True, ge=1)]
 
 
 class Profile(BaseModel):
-    """Times and limits of a simulated device with a model.
-
-    Attributes:
-        name: Name in `/health`, `/v1/models` and the log.
-        base_ms: Milliseconds of every step.
-        per_prefill_token_ms: Milliseconds more for each token of a prompt in the step.
-        per_sequence_ms: Milliseconds more for each sequence in the step.
-        per_kv_token_ms: Milliseconds more for each token of context that the step reads.
-        load_s: Seconds to load the weights.
-        sleep_s: Seconds to fall asleep, with the weights moved to the host.
-        wake_s: Seconds to wake up.
-        pin_s: Seconds more that the first sleep takes, to pin the memory of the host.
-        kv_tokens: Tokens that fit into the KV cache.
-        max_model_len: Context of the model in tokens.
-        max_num_seqs: Most sequences in a step.
-        max_num_batched_tokens: Most tokens in a step.
-        device_gb: Memory of the device in GB; null: not known.
-        awake_gb: The part of it that the model takes while it is awake, with its KV cache.
-        async_scheduling: Whether the next step is scheduled while one runs; vLLM's default on a GPU.
-        request_ms: Milliseconds that a request takes outside the engine until its first token: HTTP, keys,
-            the tokenizer. `saturate plan` adds them; a simulated engine takes its own time for that.
-    """
+    """Times and limits of a simulated device with a model."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: Annotated[str, Field(min_length=1, max_length=64)]
-    base_ms: Positive
-    per_prefill_token_ms: NotNegative
-    per_sequence_ms: NotNegative
-    per_kv_token_ms: NotNegative
-    load_s: NotNegative
-    sleep_s: NotNegative
-    wake_s: NotNegative
-    pin_s: NotNegative = 0.0
-    kv_tokens: Count
-    max_model_len: Count
-    max_num_seqs: Count = 256
-    max_num_batched_tokens: Count = 8192
-    device_gb: Positive | None = None
-    awake_gb: Positive | None = None
-    async_scheduling: Annotated[bool, Field(strict=True)] = True
-    request_ms: NotNegative = 0.0
+    name: Annotated[str, Field(min_length=1, max_length=64)] = Field(
+        description="Name in `/health`, `/v1/models` and the log."
+    )
+    source: Annotated[str, Field(max_length=300)] = Field(
+        default="", description="Where the times come from: a measurement, or an estimate."
+    )
+    base_ms: Positive = Field(description="Milliseconds of every step.")
+    per_prefill_token_ms: NotNegative = Field(
+        description="Milliseconds more for each token of a prompt in the step."
+    )
+    per_sequence_ms: NotNegative = Field(description="Milliseconds more for each sequence in the step.")
+    per_kv_token_ms: NotNegative = Field(
+        description="Milliseconds more for each token of context that the step reads."
+    )
+    hidden_prefill_tokens: Annotated[int, Field(strict=True, ge=0)] = Field(
+        default=0,
+        description="Tokens of prompts in a step that take no time: their computation hides behind the "
+        "reading of the weights.",
+    )
+    load_s: NotNegative = Field(description="Seconds to load the weights.")
+    sleep_s: NotNegative = Field(description="Seconds to fall asleep, with the weights moved to the host.")
+    wake_s: NotNegative = Field(description="Seconds to wake up.")
+    pin_s: NotNegative = Field(
+        default=0.0, description="Seconds more that the first sleep takes, to pin the memory of the host."
+    )
+    kv_tokens: Count = Field(description="Tokens that fit into the KV cache.")
+    max_model_len: Count = Field(description="Context of the model in tokens.")
+    max_num_seqs: Count = Field(default=256, description="Most sequences in a step.")
+    max_num_batched_tokens: Count = Field(default=8192, description="Most tokens in a step.")
+    device_gb: Positive | None = Field(
+        default=None, description="Memory of the device in GB; null: not known."
+    )
+    awake_gb: Positive | None = Field(
+        default=None, description="Memory in GB that the model takes while it is awake, with its KV cache."
+    )
+    async_scheduling: Annotated[bool, Field(strict=True)] = Field(
+        default=True,
+        description="Whether the next step is scheduled while a step runs; vLLM's default on a GPU.",
+    )
+    request_ms: NotNegative = Field(
+        default=0.0,
+        description="Milliseconds that a request takes outside the engine until its first token: HTTP, keys, "
+        "the tokenizer. `saturate plan` adds them; a simulated engine takes its own time for that.",
+    )
+    serial_ms: NotNegative = Field(
+        default=0.0,
+        description="The part of `request_ms` that requests take one after the other, so that the requests "
+        "of a burst reach the engine one by one.",
+    )
+
+    @property
+    def seconds(self) -> tuple[float, float, float, float]:
+        """Times of a step in seconds: base, per token of a prompt, per sequence, per token of context."""
+        times = self.base_ms, self.per_prefill_token_ms, self.per_sequence_ms, self.per_kv_token_ms
+        base, prefill, sequence, kv = (each / 1e3 for each in times)
+        return base, prefill, sequence, kv
 
     @model_validator(mode="after")
     def _one_request_fits(self) -> "Profile":
@@ -108,7 +130,24 @@ PROFILES: Mapping[str, Profile] = {
     profile.name: profile
     for profile in (
         Profile(
+            name="h100-7b",
+            source=MEASURED,
+            base_ms=6.091,
+            per_prefill_token_ms=0.0225,
+            per_sequence_ms=0.009766,
+            per_kv_token_ms=3.289e-05,
+            load_s=5.0,
+            sleep_s=0.4,
+            wake_s=0.37,
+            pin_s=21.0,
+            kv_tokens=262_128,
+            max_model_len=32_768,
+            request_ms=8.993,
+            serial_ms=1.0,
+        ),
+        Profile(
             name="l4-7b",
+            source=ESTIMATE,
             base_ms=51.0,
             per_prefill_token_ms=0.25,
             per_sequence_ms=0.01,
@@ -125,6 +164,7 @@ PROFILES: Mapping[str, Profile] = {
         ),
         Profile(
             name="h100-8b",
+            source=ESTIMATE,
             base_ms=10.0,
             per_prefill_token_ms=0.03,
             per_sequence_ms=0.04,
@@ -140,6 +180,7 @@ PROFILES: Mapping[str, Profile] = {
         ),
         Profile(
             name="h100-70b-tp4",
+            source=ESTIMATE,
             base_ms=24.0,
             per_prefill_token_ms=0.07,
             per_sequence_ms=0.05,

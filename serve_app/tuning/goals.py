@@ -43,6 +43,16 @@ class Goal:
         """The metric with its percentile, such as "ttft_p99"."""
         return f"{self.metric}_p{self.percentile}"
 
+    @property
+    def allowed(self) -> float:
+        """Share of requests that may miss the bound, 0 to 1."""
+        return 1 - self.percentile / 100 + 1e-9
+
+    @property
+    def key(self) -> tuple[Metric, int]:
+        """The metric and the percentile, as figures have them."""
+        return self.metric, self.percentile
+
     @classmethod
     def parse(cls, text: str) -> "Goal":
         """Return the goal of a text such as "ttft_p99<0.5".
@@ -87,3 +97,9 @@ def _check_names(goals: Sequence[Goal]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise GoalError(f"{name} has two bounds; give one")
+
+
+def batcher_goals(goals: Sequence[Goal]) -> dict[str, float]:
+    """Return the goals that `batcher.goals` has, by their names there: `ttft_p99_s` and `tpot_p99_s`."""
+    found = {goal.name: goal.bound for goal in goals if goal.percentile == 99 and goal.metric != "latency"}
+    return {f"{name}_s": found[name] for name in sorted(found, reverse=True)}

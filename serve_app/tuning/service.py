@@ -1,24 +1,34 @@
-"""A running service, as the measurement of a profile uses it: its facts, and streams of tokens."""
+"""A running service as a measurement sees it: facts about a model, and the times of answers."""
 
-import asyncio
-import json
-import random
+import math
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, NamedTuple, Self
 
 import httpx
 from pydantic import BaseModel
 
+from serve_app.api.protocol import JSON
 from serve_app.api.validation import FEW, suggestion
 from serve_app.client import AsyncClient, ServiceError
+from serve_app.tuning.goals import Metric
 
 TOKENS = range(33, 127)
 """Token ids of prompts: every vocabulary has them, and few tokenizers have special ones among them."""
 
-TIMEOUT_S = 120.0
-"""Longest silence of the service; a model with 0 replicas is loaded in this time, or not measured."""
+CONNECT_S, SILENCE_S = 30.0, 600.0
+"""Seconds to get a connection, and the longest silence of an answer: the service may load the model first."""
+
+POOL = 256
+"""Requests for which another HTTP client is made: one client is slow with thousands of connections."""
+
+TAIL = 4_096
+"""Bytes at the end of an answer that are kept for its usage."""
+
+USAGE = re.compile(rb'"completion_tokens": ?(\d+)')
+ERROR = re.compile(rb'data: \{"error":.*?"message": ?"([^"]*)')
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +36,17 @@ class Facts:
     """What a service says about a model.
 
     Attributes:
-        model: Its id.
-        max_model_len: Tokens of its context.
-        replicas: Its replicas.
+        model: Id of the model.
+        max_model_len: Context in tokens.
+        replicas: Number of replicas.
         kv_tokens: Tokens that may be in flight on a replica.
         max_num_seqs: Requests that may run on a replica.
         in_flight: Requests that run or wait on any replica.
-        submitted: Requests that its replicas have taken so far.
+        submitted: Requests that the replicas have taken so far.
+        max_num_batched_tokens: Most tokens in a step of the engine; None: the service doesn't say.
+        load_s: Seconds that the engine took to load the model.
+        sleep_s: Seconds that falling asleep took the last time; 0: the model has not slept.
+        wake_s: Seconds that waking up took the last time.
     """
 
     model: str
@@ -42,26 +56,66 @@ class Facts:
     max_num_seqs: int
     in_flight: int
     submitted: int
+    max_num_batched_tokens: int | None = None
+    load_s: float = 0.0
+    sleep_s: float = 0.0
+    wake_s: float = 0.0
+
+
+class Ask(NamedTuple):
+    """A request.
+
+    Attributes:
+        path: URL path.
+        body: Body; with `continuous_usage_stats`, the time of each piece of the answer is kept.
+        tokens: Most tokens of the answer.
+    """
+
+    path: str
+    body: JSON
+    tokens: int
 
 
 @dataclass(slots=True)
-class Stream:
-    """An answer, by the times at which its tokens came.
+class Answer:
+    """One request, by its times in seconds on the clock.
 
     Attributes:
-        prompt: Tokens of its prompt.
-        sent_at: When it was sent, in seconds on the clock.
-        tokens: The number of tokens so far, by the time at which each piece came.
+        sent_at: When the request was due; it was sent then unless the sender is late.
+        tokens: Tokens of the answer; while it runs, the tokens that the request asks for.
+        first_at: When the first token came; None: not yet.
+        ended_at: When the last token came; None: not yet.
+        failed: The answer was an error, had no token, or broke off.
+        pieces: Time of each piece, and the tokens until then; only where the body asks for them.
     """
 
-    prompt: int
     sent_at: float
-    tokens: list[tuple[float, int]] = field(default_factory=list)
+    tokens: int
+    first_at: float | None = None
+    ended_at: float | None = None
+    failed: bool = False
+    pieces: list[tuple[float, int]] = field(default_factory=list)
 
     @property
     def ttft_s(self) -> float:
-        """Seconds to the first token."""
-        return self.tokens[0][0] - self.sent_at
+        """Seconds to the first token; infinite before."""
+        return math.inf if self.first_at is None else self.first_at - self.sent_at
+
+    def seconds(self, metric: Metric, now: float) -> tuple[float, bool] | None:
+        """Return the value of a metric, and whether it is final; before the end it is a lower bound.
+
+        None: the metric has no value, as the time per further token of an answer with one token.
+        """
+        if self.failed:
+            return math.inf, True
+        begin, end, parts = self.sent_at, self.ended_at, 1
+        if metric == "ttft":
+            end = self.first_at
+        elif metric == "tpot":
+            if self.first_at is None or self.tokens < 2:
+                return None
+            begin, parts = self.first_at, self.tokens - 1
+        return ((now if end is None else end) - begin) / parts, end is not None
 
 
 class _Count(BaseModel):
@@ -74,14 +128,12 @@ class Service:
     """A service behind a URL; an asynchronous context manager.
 
     Attributes:
-        url: Its base URL, without a slash at its end.
+        url: Base URL, without a slash at its end.
         clock: Returns the time in seconds.
-        headers: Headers with the API key; empty: there is none.
 
     Args:
-        url: Its base URL; `/v1` at its end is left out.
+        url: Base URL; `/v1` at its end is left out.
         api_key: Sent as a bearer token.
-        seed: Of the random prompts, which are in no prefix cache; None: another one each time.
         clock: Returns the time in seconds.
         transport: Another transport, for tests.
 
@@ -94,23 +146,26 @@ class Service:
         url: str,
         *,
         api_key: str | None = None,
-        seed: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self._client = AsyncClient(
-            url, api_key, timeout=httpx.Timeout(10.0, read=TIMEOUT_S), transport=transport
-        )
+        self._options: dict[str, Any] = {
+            "timeout": httpx.Timeout(CONNECT_S, read=SILENCE_S),
+            "transport": transport,
+        }
+        self._client = AsyncClient(url, api_key, **self._options)
+        self._key = api_key
+        self._pools = [self._client]
+        self._in_flight = 0
         self.url = self._client.url
         self.clock = clock
-        self.headers = self._client.headers
-        self._numbers = random.Random(seed)
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await self._client.close()
+        for pool in self._pools:
+            await pool.close()
 
     async def find(self, model: str | None) -> str:
         """Return the id of the model to measure.
@@ -132,15 +187,6 @@ class Service:
             raise ServiceError(f"{self.url}: it has no model {model!r}{suggestion(model, names)}")
         return model or names[0]
 
-    async def count_tokens(self, model: str, text: str) -> int:
-        """Return the tokens of a text, by the model's own tokenizer.
-
-        Raises:
-            ServiceError: The service doesn't answer, or not as saturate does.
-        """
-        body = {"model": model, "prompt": text, "add_special_tokens": False}
-        return self._client.read(await self._client.ask("POST", "/tokenize", json=body), _Count).count
-
     async def facts(self, model: str) -> Facts:
         """Return the facts about a model.
 
@@ -156,6 +202,7 @@ class Service:
         known = [batcher for batcher in batchers if batcher is not None]
         if len(known) < len(batchers):
             raise self._client.foreign(f"/stats lacks the batcher of a replica of {model}")
+        first = report.replicas[0]
         return Facts(
             model=model,
             max_model_len=(card and card.max_model_len) or 0,
@@ -164,60 +211,84 @@ class Service:
             max_num_seqs=min(each.max_running or each.capacity for each in known),
             in_flight=sum(each.running + each.queue_depth for each in known),
             submitted=sum(each.total_submitted for each in known),
+            max_num_batched_tokens=first.max_num_batched_tokens,
+            load_s=first.load_s or 0.0,
+            sleep_s=first.turn.sleep_s if first.turn else 0.0,
+            wake_s=first.turn.wake_s if first.turn else 0.0,
         )
 
-    async def streams(self, model: str, prompts: Sequence[int], tokens: int) -> list[Stream]:
-        """Send requests at once, and return their answers.
-
-        Args:
-            model: The model.
-            prompts: Tokens of each prompt.
-            tokens: Tokens of each answer.
+    async def first_answer(self, model: str) -> None:
+        """Get a short answer: a model without replicas starts one for it, and the engine compiles its
+        kernels.
 
         Raises:
-            ServiceError: One of them failed.
+            ServiceError: There is none.
         """
-        return list(await asyncio.gather(*(self._stream(model, prompt, tokens) for prompt in prompts)))
+        body = {"model": model, "prompt": [TOKENS[0]] * 16, "max_tokens": 2, "ignore_eos": True}
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        await self.send(Ask("/v1/completions", body, 2), Answer(self.clock(), 2))
 
-    async def _stream(self, model: str, prompt: int, tokens: int) -> Stream:
-        body = {
-            "model": model,
-            "prompt": self._numbers.choices(TOKENS, k=prompt),
-            "max_tokens": tokens,
-            "ignore_eos": True,
-            "temperature": 0,
-            "stream": True,
-            # A piece may have several tokens; their number is in it.
-            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-        }
-        stream = Stream(prompt, self.clock())
+    async def send(self, ask: Ask, answer: Answer) -> None:
+        """Send a request, and note the times of its answer.
+
+        Raises:
+            ServiceError: The answer is an error, has no token, or broke off; `answer.failed` is set.
+        """
+        http = self._pool().http
+        self._in_flight += 1
+        pieces = "continuous_usage_stats" in ask.body.get("stream_options", {})
+
+        async def sent(event: str, info: object) -> None:
+            # Requests of a burst leave one after the other.
+            if pieces and event == "http11.send_request_body.complete":
+                answer.sent_at = self.clock()
+
         try:
-            async with self._client.http.stream("POST", "/v1/completions", json=body) as response:
+            async with http.stream(
+                "POST",
+                ask.path,
+                json=ask.body,
+                # The pieces of an answer are looked at as they come.
+                headers={"accept-encoding": "identity"},
+                extensions={"trace": sent},
+            ) as response:
                 if response.status_code != 200:
                     await response.aread()
                     raise self._client.refusal(response)
-                async for line in response.aiter_lines():
-                    self._read(stream, line)
+                await self._read(response, answer, pieces)
         except httpx.HTTPError as error:
+            answer.failed, answer.ended_at = True, self.clock()
             raise self._client.unreachable(error) from None
-        if not stream.tokens or stream.tokens[-1][1] != tokens:
-            seen = stream.tokens[-1][1] if stream.tokens else 0
-            raise ServiceError(f"{self.url}: an answer had {seen} tokens in place of {tokens}")
-        return stream
+        except ServiceError:
+            answer.failed, answer.ended_at = True, self.clock()
+            raise
+        finally:
+            self._in_flight -= 1
 
-    def _read(self, stream: Stream, line: str) -> None:
-        """Take in a line of a stream."""
-        if not line.startswith("data: {"):
-            return
-        now = self.clock()
-        try:
-            event = json.loads(line[6:])
-        except ValueError:
-            raise self._client.foreign("an event of a stream is no JSON") from None
-        if error := event.get("error"):
-            raise ServiceError(f"{self.url}: an answer broke off: {error.get('message', error)}")
-        if event.get("choices"):
-            seen = stream.tokens[-1][1] if stream.tokens else 0
-            count = (event.get("usage") or {}).get("completion_tokens", seen + 1)
-            if count > seen:
-                stream.tokens.append((now, count))
+    async def _read(self, response: httpx.Response, answer: Answer, pieces: bool) -> None:
+        """Read an answer to its end."""
+        tail = b""
+        async for piece in response.aiter_raw():
+            now = self.clock()
+            if answer.first_at is None and b'"choices":' in piece:
+                answer.first_at = now
+            tail = (tail + piece)[-TAIL:]
+            if pieces and (found := USAGE.findall(tail)):
+                tokens = int(found[-1])
+                if tokens > (answer.pieces[-1][1] if answer.pieces else 0):
+                    answer.pieces.append((now, tokens))
+        answer.ended_at = self.clock()
+        if failure := ERROR.search(tail):
+            message = failure[1].decode(errors="replace")
+            raise ServiceError(f"{self.url}: an answer broke off: {message}")
+        found = USAGE.findall(tail)
+        answer.tokens = int(found[-1]) if found else 0
+        if not answer.tokens or answer.first_at is None:
+            raise ServiceError(f"{self.url}: an answer broke off, or has no token")
+
+    def _pool(self) -> AsyncClient:
+        """Return an HTTP client, another one for each `POOL` requests in flight."""
+        place = self._in_flight // POOL
+        if place >= len(self._pools):
+            self._pools.append(AsyncClient(self.url, self._key, **self._options))
+        return self._pools[min(place, len(self._pools) - 1)]

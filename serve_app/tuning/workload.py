@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from serve_app.simulation.profiles import BLOCK
+from serve_app.simulation.profiles import BLOCK, Profile
 
 CUT = 3.09
 """Standard deviations of the logarithm at which a length is cut: one of 1,000 is longer."""
@@ -115,6 +115,30 @@ class Arrival(NamedTuple):
     output: int
 
 
+class Batch(NamedTuple):
+    """Rows of a batch, of which there are always more.
+
+    Attributes:
+        input: Tokens of a prompt.
+        output: Tokens of an answer; the longest is the rows' `max_tokens`.
+        tokens_per_s: Tokens of answers per second that the batch needs, at least.
+    """
+
+    input: Lengths
+    output: Lengths
+    tokens_per_s: float = 0.0
+
+
+class StepGoals(NamedTuple):
+    """Goals of live requests that bound the steps with rows: `batcher.goals`, in seconds."""
+
+    ttft_s: float = math.inf
+    tpot_s: float = math.inf
+
+
+NO_GOALS = StepGoals()
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Requests that come independently of each other, and of the answers before them (Poisson).
@@ -125,6 +149,8 @@ class Workload:
         output: Tokens of an answer.
         max_tokens: `max_tokens` of each request, which the batcher reserves; answers are cut there.
         prefix_share: Share, 0 to 1, of a prompt that is in the prefix cache.
+        batch: Rows that fill what these requests leave of the replicas; None: there are no rows.
+        goals: The goals that bound the steps with rows.
     """
 
     rate: float
@@ -132,6 +158,8 @@ class Workload:
     output: Lengths
     max_tokens: int
     prefix_share: float = 0.0
+    batch: Batch | None = None
+    goals: StepGoals = NO_GOALS
 
     @classmethod
     def of(
@@ -145,6 +173,11 @@ class Workload:
         """Return a workload; without `max_tokens`, requests ask for as much as the longest answer has."""
         most = output.most if max_tokens is None else max_tokens
         return cls(rate, input, output.cut(min(output.most, most)), most, prefix_share)
+
+    def step_s(self, profile: Profile) -> float:
+        """Return the seconds of a step that is full of rows, within the goals."""
+        longest = (profile.base_ms + profile.per_prefill_token_ms * profile.max_num_batched_tokens) / 1e3
+        return min(longest, self.goals.tpot_s)
 
     def draws(self, seed: int) -> Iterator[Draw]:
         """Yield the random numbers of requests, without end."""

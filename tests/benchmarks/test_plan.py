@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 
 from serve_app.simulation.profiles import PROFILES, Profile
-from serve_app.tuning.generator import Generator
-from serve_app.tuning.load_step import Answer, Load, Step
-from serve_app.tuning.requests import Requests
-from serve_app.tuning.service import Service
+from serve_app.tuning.load import Generator, Load, Requests, Step
+from serve_app.tuning.service import Answer, Service
 from serve_app.tuning.workload import Lengths
 from tests.benchmarks.measuring import Table
 from tests.benchmarks.plan import __main__ as command

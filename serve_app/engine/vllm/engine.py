@@ -5,6 +5,7 @@ The imports are those of vLLM 0.32; they move between minor versions.
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from functools import cache, partial
 from typing import cast
@@ -57,6 +58,8 @@ class VLLMEngine:
         book: Gets the work of each call.
 
     Attributes:
+        load_s: Seconds that loading the model took, with its warm-up.
+        max_num_batched_tokens: Most tokens in a step.
         stats: The engine's statistics.
         adapters: The LoRA adapters.
         door: Admits jobs.
@@ -91,12 +94,14 @@ class VLLMEngine:
             zero_blocks()
         engine_args = AsyncEngineArgs.from_cli_args(self._args)
         compile_nothing_on_a_cpu(engine_args)
+        began = time.monotonic()
         self.llm: GatedLLM = GatedLLM.from_engine_args(
             engine_args,
             usage_context=UsageContext.OPENAI_API_SERVER,
             # vLLM makes an object of it, and tells a class for all engines by its base.
             stat_loggers=[EngineStats if metrics else UnreportedStats],
         )
+        self.load_s = round(time.monotonic() - began, 3)
         loggers = self.llm.logger_manager.stat_loggers
         self.stats: EngineStats = next(each for each in loggers if isinstance(each, EngineStats))
         self.adapters = self.llm.adapters = Adapters(settings, self.llm, files, fetched, book)
@@ -112,6 +117,7 @@ class VLLMEngine:
         self.stats.preempted = self.batcher.overcommitted
         self._texts = text_batcher_of(settings.batcher, EngineLanes(slots))
         self.max_model_len: int = self.llm.model_config.max_model_len
+        self.max_num_batched_tokens: int = self.llm.vllm_config.scheduler_config.max_num_batched_tokens
         self.door = self.llm.door = Door(
             self.batcher,
             self._texts,

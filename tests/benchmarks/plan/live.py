@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from serve_app.simulation.profiles import Profile
-from serve_app.tuning.generator import Generator
-from serve_app.tuning.load_step import Load, Step
-from serve_app.tuning.requests import Requests
+from serve_app.tuning.load import Generator, Load, Requests, Step
 from serve_app.tuning.service import Service
 from tests.benchmarks.measuring import progress
 from tests.benchmarks.plan.loads import Level

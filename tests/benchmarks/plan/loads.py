@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from serve_app.simulation.profiles import Profile
-from serve_app.tuning.capacity import expected_latency_s, full_rate
-from serve_app.tuning.load_step import Load
-from serve_app.tuning.replica import Settings
+from serve_app.tuning.load import Load
+from serve_app.tuning.planning import expected_latency_s, full_rate
+from serve_app.tuning.twin import Settings
 from serve_app.tuning.workload import Lengths, Workload
 
 WARM_UP_S = 5.0, 30.0

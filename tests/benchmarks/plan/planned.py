@@ -1,12 +1,10 @@
 """The planning model, with the requests of a run and with random ones."""
 
 from serve_app.simulation.profiles import Profile
-from serve_app.tuning.fleet import Fleet, replay
-from serve_app.tuning.load_step import Answer, Step
-from serve_app.tuning.replica import Settings
-from serve_app.tuning.requests import Requests
-from serve_app.tuning.search import RUNS
-from serve_app.tuning.trials import Figures, Trials
+from serve_app.tuning.load import Requests, Step
+from serve_app.tuning.planning import RUNS, Figures, Trials
+from serve_app.tuning.service import Answer
+from serve_app.tuning.twin import Fleet, Settings, replay
 from tests.benchmarks.plan.loads import Level
 
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from functools import reduce
 
 from serve_app.tuning.goals import Metric
-from serve_app.tuning.load_step import Step
-from serve_app.tuning.trials import Figures
+from serve_app.tuning.load import Step
+from serve_app.tuning.planning import Figures
 from tests.benchmarks import report
 from tests.benchmarks.measuring import Row, Table, ratios
 from tests.benchmarks.plan.live import Pair
@@ -57,7 +57,7 @@ def table(level: Level, pairs: Sequence[Pair], plan: Figures, seconds: float) ->
             _ratio(f"{name}, {RATIO}", ratios(seen, said), target=name in TARGETS),
         ]
     # Rounds of few requests have a p99 that is their slowest one.
-    whole, model = (reduce(Step.with_, steps) for steps in _steps(pairs))
+    whole, model = (reduce(Step.merged, steps) for steps in _steps(pairs))
     p99 = TIMES["TTFT p99"]
     delays = [one["TTFT p50"] - other["TTFT p50"] for one, other in zip(live, planned, strict=True)]
     rows += [

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from serve_app.simulation.device import Step, duration_s
+from serve_app.simulation.device import step_time
 from serve_app.simulation.profiles import Profile
 from serve_app.turns.messages import State, TurnDemand, TurnReport
 from serve_app.turns.rota import Rota
@@ -80,7 +80,7 @@ class Engine:
             prefill += self.queue[0].prompt
             self.running.append(self.queue.popleft())
         context = sum(one.prompt + one.made for one in self.running)
-        ends = now + slowdown * duration_s(profile, Step(prefill, len(self.running), context))
+        ends = now + slowdown * step_time(profile)(prefill, len(self.running), context)
         for one in self.running:
             one.first_at = one.first_at or ends
             one.made += 1

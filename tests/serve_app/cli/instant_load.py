@@ -10,8 +10,7 @@ from serve_app.cli.tune_run import TuneOptions, TuneRun
 from serve_app.client import ServiceError
 from serve_app.system.progress import Progress
 from serve_app.tuning.goals import parse_goals
-from serve_app.tuning.load_step import Load, Step
-from serve_app.tuning.requests import Requests
+from serve_app.tuning.load import Load, Requests, Step
 from serve_app.tuning.service import Facts, Service
 from serve_app.tuning.workload import Lengths
 from tests.serve_app.tuning.doubles import VirtualEngine, profile

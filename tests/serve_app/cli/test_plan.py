@@ -102,7 +102,7 @@ def test_no_plan_has_an_exit_code_and_the_best_that_was_seen() -> None:
         ({"output": "0"}, "--output: '0' is no length"),
         (
             {"device": "tpu"},
-            "--device: 'tpu' is neither a device nor a file; the devices are l4-7b, h100-8b, h100-70b-tp4",
+            "--device: 'tpu' is neither a device nor a file; the devices are h100-7b, l4-7b",
         ),
         ({"device": "~no user/gpu.yaml"}, "--device: '~no user/gpu.yaml' is neither a device"),
         ({"rate": 0}, "--rate: 0.0 is not in the range"),

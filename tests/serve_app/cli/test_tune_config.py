@@ -12,13 +12,11 @@ import pytest
 import yaml
 
 from serve_app.cli import tune_config
-from serve_app.cli.tune_config import RunningConfig, read_config, write_config
-from serve_app.tuning.choice import Choice
-from serve_app.tuning.config_change import Change
-from serve_app.tuning.generator import Generator
+from serve_app.cli.tune_config import Change, RunningConfig, read_config, write_config
 from serve_app.tuning.goals import parse_goals
-from serve_app.tuning.requests import Requests
+from serve_app.tuning.load import Generator, Requests
 from serve_app.tuning.service import Service
+from serve_app.tuning.tuner import Choice
 from serve_app.tuning.workload import Lengths
 
 URL = "http://127.0.0.1:8000"
@@ -131,7 +129,7 @@ async def test_settings_that_do_not_arrive_are_told(
 async def test_a_model_that_the_service_does_not_have_changes_nothing(dashboard: Play) -> None:
     told = details(APP)
     asked = dashboard(told)
-    with pytest.raises(click.ClickException, match="--apply: it has no model 'n'"):
+    with pytest.raises(click.ClickException, match="--apply: the config has no model 'n'"):
         await apply(Replicas(told, ((64,), "HEALTHY")), CHOICE, model="n")
     assert deployed(asked) == []
 
@@ -247,7 +245,7 @@ def test_a_config_without_the_model_stays_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({"applications": [APP]}))
     before = path.read_text()
-    with pytest.raises(click.ClickException, match=r"--write .*config\.yaml: it has no model 'n'"):
+    with pytest.raises(click.ClickException, match=r"--write .*config\.yaml: the config has no model 'n'"):
         write_config(path, "n", CHOICE)
     assert path.read_text() == before
     assert [each.name for each in tmp_path.iterdir()] == ["config.yaml"]

@@ -15,10 +15,9 @@ from serve_app.cli.tune_config import RunningConfig
 from serve_app.cli.tune_run import STEPS_DOWN
 from serve_app.client import ServiceError
 from serve_app.relay.usage import Tokens
-from serve_app.tuning.choice import MARGIN
-from serve_app.tuning.load_step import Load, Step
+from serve_app.tuning.load import Load, Step
 from serve_app.tuning.service import Facts
-from serve_app.tuning.tuner import LoneMissError
+from serve_app.tuning.tuner import MARGIN, LoneMissError
 from tests.progress import STILL_S
 from tests.serve_app.cli.instant_load import QUESTION, Bench
 
@@ -60,13 +59,13 @@ async def test_given_loads_are_measured_in_place_of_the_highest() -> None:
 async def test_requests_of_others_before_the_load_are_told_if_they_stay() -> None:
     busy = Bench(facts=lambda facts: replace(facts, in_flight=3))
     (warning,) = (await busy.found(rate=10.0)).warnings
-    assert warning.startswith("3 requests of others run or wait: ")
+    assert warning.startswith("3 other requests run or wait; ")
     in_flight = iter([3, 1])
     leaving = Bench(facts=lambda facts: replace(facts, in_flight=next(in_flight, 0)))
     assert (await leaving.found(rate=10.0)).warnings == ()
 
 
-@pytest.mark.parametrize(("others", "told"), [(357, []), (358, ["8 requests of others ran meanwhile"])])
+@pytest.mark.parametrize(("others", "told"), [(357, []), (358, ["8 other requests ran during the steps"])])
 async def test_requests_of_others_during_the_load_are_told_if_they_are_many(
     others: int, told: list[str]
 ) -> None:
@@ -108,7 +107,7 @@ async def test_warnings_of_a_run_that_fails_are_kept() -> None:
     with pytest.raises(LoneMissError):
         await run.run()
     (warning,) = run.found.warnings
-    assert warning.startswith("3 requests of others run or wait: ")
+    assert warning.startswith("3 other requests run or wait; ")
 
 
 async def test_a_service_that_goes_away_leaves_what_was_found() -> None:
@@ -241,11 +240,10 @@ def ledger(**tokens: tuple[int, int, int]) -> dict[str, list[Tokens]]:
 
 async def test_the_lengths_of_a_ledger_are_told_once_they_are_known() -> None:
     run = Bench().run(rate=10.0, ledger=ledger(m=(2_000, 500, 70)))
-    assert run.found.question == "lengths of calls in the ledger"
+    assert run.found.requests == "lengths of calls in the ledger"
     await run.run()
-    assert run.found.question == (
-        "lengths of 1 calls in the ledger, on average 2000 tokens in "
-        "(25% of them from the prefix cache), 70 out"
+    assert run.found.requests == (
+        "lengths of 1 calls in the ledger, on average 2000 tokens in (25% from the prefix cache), 70 out"
     )
 
 
@@ -255,7 +253,7 @@ def test_a_ledger_without_calls_of_the_model_names_those_that_it_has(
 ) -> None:
     question = replace(QUESTION, ledger=ledger(**calls))
     with pytest.raises(
-        click.UsageError, match=rf"no answered call of m in this time \(.* calls: {models}\); take"
+        click.UsageError, match=rf"no answered call of m in this time \(.* calls: {models}\); use"
     ):
         question.requests("m")
 

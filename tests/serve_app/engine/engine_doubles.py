@@ -211,6 +211,8 @@ class PlayedEngine:
     died: bool = False
     max_tokenize_tokens: int = 1_000
     max_model_len: int = CONTEXT
+    max_num_batched_tokens: int = 2048
+    load_s: float = 7.0
     adapters: PlayedAdapters = field(default_factory=PlayedAdapters)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from serve_app.simulation.device import Device, Step, duration_s
+from serve_app.simulation.device import Device, Step, step_time
 from tests.serve_app.simulation.virtual import VirtualTime, profile
 
 
@@ -27,7 +27,7 @@ def device(time: VirtualTime) -> Device:
     ],
 )
 def test_a_step_takes_its_base_and_its_work(step: Step, milliseconds: float) -> None:
-    assert duration_s(profile(), step) == pytest.approx(milliseconds / 1000)
+    assert step_time(profile())(*step) == pytest.approx(milliseconds / 1000)
 
 
 def test_steps_run_one_after_the_other(device: Device, time: VirtualTime) -> None:

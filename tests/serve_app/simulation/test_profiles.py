@@ -33,7 +33,7 @@ def refusal(value: object) -> str:
 
 
 def test_the_built_in_profiles_have_their_names() -> None:
-    assert set(PROFILES) == {"l4-7b", "h100-8b", "h100-70b-tp4"}
+    assert set(PROFILES) == {"h100-7b", "l4-7b", "h100-8b", "h100-70b-tp4"}
     for name, each in PROFILES.items():
         assert read_profile(name) is each
         assert each.name == name
@@ -81,7 +81,7 @@ def test_a_name_that_does_not_exist_says_which_do() -> None:
     for value in ("h200", "profiles/mine.yaml"):
         said = refusal(value)
         assert (
-            "args.models[0].simulate: must be 'l4-7b', 'h100-8b', 'h100-70b-tp4', or the absolute path"
+            "args.models[0].simulate: must be 'h100-7b', 'l4-7b', 'h100-8b', 'h100-70b-tp4', or the abs"
             in said
         )
         assert repr(value) in said

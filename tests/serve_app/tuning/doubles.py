@@ -9,9 +9,9 @@ from typing import Any
 
 import httpx
 
-from serve_app.simulation.device import Step, duration_s
+from serve_app.simulation.device import step_time
 from serve_app.simulation.profiles import Profile
-from serve_app.tuning.replica import Request, Settings
+from serve_app.tuning.twin import Request, Settings
 
 NUMBERS: dict[str, Any] = {
     "name": "numbers",
@@ -117,7 +117,7 @@ def one_by_one(
             if one.left:
                 break
             firsts.append(one)
-        ends = now + duration_s(device, Step(prefill, count + len(decoding), context))
+        ends = now + step_time(device)(prefill, count + len(decoding), context)
         while coming and coming[0][0] < ends:
             _, request = coming.popleft()
             queue.append(request)
@@ -168,7 +168,7 @@ class VirtualEngine(httpx.AsyncBaseTransport):
         now: The clock.
         bodies: Bodies of the requests for answers.
         facts: The fields of `/stats` about the batcher, of those that differ.
-        others: Requests of others, which `/stats` counts after the first look.
+        others: Requests of others, which `/stats` counts after `others_after` looks.
         replicas: Replicas in `/stats`.
         noise: Factors of the time of steps, in turn.
     """
@@ -179,6 +179,7 @@ class VirtualEngine(httpx.AsyncBaseTransport):
         self.bodies: list[dict[str, Any]] = []
         self.facts: dict[str, Any] = {}
         self.others = 0
+        self.others_after = 1
         self.replicas = 1
         self.noise = noise
         self._steps = 0
@@ -207,7 +208,7 @@ class VirtualEngine(httpx.AsyncBaseTransport):
 
     def _stats(self) -> dict[str, Any]:
         self._looks += 1
-        submitted = len(self.bodies) + (self.others if self._looks > 1 else 0)
+        submitted = len(self.bodies) + (self.others if self._looks > self.others_after else 0)
         batcher = {
             "capacity": self.device.kv_tokens,
             "max_running": self.device.max_num_seqs,
@@ -215,7 +216,9 @@ class VirtualEngine(httpx.AsyncBaseTransport):
             "queue_depth": 0,
             "total_submitted": submitted,
         }
-        return {"models": {"m": {"replicas": [{"batcher": batcher | self.facts}] * self.replicas}}}
+        replica = {"batcher": batcher | self.facts, "load_s": 9.0}
+        replica["max_num_batched_tokens"] = self.device.max_num_batched_tokens
+        return {"models": {"m": {"replicas": [replica] * self.replicas}}}
 
     async def _run(self) -> None:
         while self._jobs:
@@ -242,7 +245,7 @@ class VirtualEngine(httpx.AsyncBaseTransport):
                 prefill += chunk
                 context += job.prompt - job.left
                 computed.append(job)
-        seconds = duration_s(device, Step(prefill, len(decoding) + len(computed), context))
+        seconds = step_time(device)(prefill, len(decoding) + len(computed), context)
         self.now += seconds * self.noise[self._steps % len(self.noise)]
         self._steps += 1
         for job in [*decoding, *(job for job in computed if not job.left)]:

@@ -1,10 +1,10 @@
 """Steps under a load and the result of a tuning, made by hand."""
 
-from serve_app.tuning.choice import Choice
-from serve_app.tuning.edge import Edge
 from serve_app.tuning.goals import Goal, parse_goals
-from serve_app.tuning.load_report import Tuning
-from serve_app.tuning.load_step import Answer, Load, Loop, Step
+from serve_app.tuning.load import Load, Loop, Step
+from serve_app.tuning.service import Answer
+from serve_app.tuning.tune_report import Tuning
+from serve_app.tuning.tuner import Choice, Edge
 
 GOALS = parse_goals("ttft_p99<0.5,latency_p95<3")
 

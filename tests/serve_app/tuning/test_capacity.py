@@ -3,9 +3,8 @@
 import pytest
 
 from serve_app.simulation.profiles import PROFILES
-from serve_app.tuning.capacity import FitError, check_fit, expected_latency_s, full_rate
-from serve_app.tuning.fleet import Fleet, closed_loop, open_loop
-from serve_app.tuning.replica import Settings
+from serve_app.tuning.planning import FitError, check_fit, expected_latency_s, full_rate
+from serve_app.tuning.twin import Fleet, Settings, closed_loop, open_loop
 from serve_app.tuning.workload import Lengths, Workload
 
 

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from serve_app.tuning.choice import BACKGROUND_PART, CLOSE_MARGIN, MARGIN, choose
 from serve_app.tuning.goals import Goal, parse_goals
-from serve_app.tuning.load_step import Answer, Load, Step
-from serve_app.tuning.service import Facts
+from serve_app.tuning.load import Load, Step
+from serve_app.tuning.service import Answer, Facts
+from serve_app.tuning.tuner import BACKGROUND_PART, MARGIN, NARROW_MARGIN, choose
 
 FACTS = Facts("m", 4096, 1, 100_000, 256, 0, 0)
 GOALS = parse_goals("ttft_p99<0.5,tpot_p99<0.05")
@@ -31,7 +31,7 @@ def test_the_window_holds_what_ran_and_the_queue_what_can_start_in_time() -> Non
 def test_a_load_that_holds_closely_has_a_wider_margin() -> None:
     # Six of the 600 requests may be late.
     assert choose(step(late=1), FACTS, GOALS).rate == 20 * MARGIN
-    assert choose(step(late=2), FACTS, GOALS).rate == 20 * CLOSE_MARGIN
+    assert choose(step(late=2), FACTS, GOALS).rate == 20 * NARROW_MARGIN
 
 
 def test_replicas_share_the_load_unevenly() -> None:

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from serve_app.cli.tune_config import ChangeError, changed
 from serve_app.settings.user_config import parse_user_config
-from serve_app.tuning.choice import Choice
-from serve_app.tuning.config_change import ChangeError, changed
+from serve_app.tuning.tuner import Choice
 
 CHOICE = Choice(10.0, 40, 15, 30, {"ttft_p99_s": 0.5})
 
@@ -59,5 +59,5 @@ def test_a_key_without_a_value_is_an_empty_list() -> None:
 
 
 def test_a_model_that_is_not_there_is_told() -> None:
-    with pytest.raises(ChangeError, match="it has no model 'n'"):
+    with pytest.raises(ChangeError, match="the config has no model 'n'"):
         changed(config(), "n", CHOICE)

@@ -9,10 +9,11 @@ from ray.serve.schema import DeploymentSchema
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.schema import parse
 from serve_app.simulation.profiles import PROFILES
-from serve_app.tuning.config_hint import batcher_goals, snippet
-from serve_app.tuning.goals import parse_goals
-from serve_app.tuning.replica import Settings
-from serve_app.tuning.trials import Trial
+from serve_app.tuning.goals import batcher_goals, parse_goals
+from serve_app.tuning.plan_report import PlanReport
+from serve_app.tuning.planning import Trial, Trials
+from serve_app.tuning.twin import Settings
+from serve_app.tuning.workload import Batch, Lengths, StepGoals, Workload
 
 DEFAULT = Settings.of(PROFILES["h100-8b"])
 TRIAL = Trial(3, DEFAULT, {}, {}, (), 0.5, 0.9, 0.3, 10, 4_000)
@@ -20,12 +21,21 @@ TRIAL = Trial(3, DEFAULT, {}, {}, (), 0.5, 0.9, 0.3, 10, 4_000)
 
 @pytest.mark.parametrize(
     "chosen",
-    [DEFAULT, replace(DEFAULT, max_num_batched_tokens=1024), replace(DEFAULT, max_running=40)],
+    [
+        DEFAULT,
+        replace(DEFAULT, max_num_batched_tokens=1024),
+        replace(DEFAULT, max_running=40, overcommit=True),
+    ],
     ids=["default", "steps", "window"],
 )
-def test_a_service_takes_the_lines(chosen: Settings) -> None:
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_service_takes_the_lines(chosen: Settings, batch: bool) -> None:
     goals = parse_goals("ttft_p99<0.5,tpot_p99<0.05")
-    text = snippet(replace(TRIAL, settings=chosen), DEFAULT, goals)
+    load = Workload.of(5.0, Lengths(500), Lengths(50))
+    if batch:
+        load = replace(load, batch=Batch(Lengths(64), Lengths(64)), goals=StepGoals(0.4))
+    report = PlanReport(Trials(PROFILES["h100-8b"], load, goals))
+    text = report.snippet(replace(TRIAL, settings=chosen))
     model, _, deployments = text.partition("# in deployments:\n")
     (deployment,) = yaml.safe_load(deployments)
     assert DeploymentSchema.model_validate(deployment).num_replicas == 3
@@ -33,6 +43,8 @@ def test_a_service_takes_the_lines(chosen: Settings) -> None:
     (parsed,) = parse({"models": [{"id": "m", "source": "s", **fields}]}).models
     assert isinstance(parsed, LLMSettings)
     assert parsed.batcher.max_running == chosen.max_running
+    assert (parsed.batcher.policy == "max_utilization") == chosen.overcommit
+    assert (parsed.batcher.goals is not None) == batch
     changed = chosen.max_num_batched_tokens != DEFAULT.max_num_batched_tokens
     assert parsed.engine.max_num_batched_tokens == (chosen.max_num_batched_tokens if changed else None)
 

@@ -4,9 +4,10 @@ import random
 
 import pytest
 
-from serve_app.tuning.edge import MOST_STEPS, RESOLUTION, Edge, EdgeSearch
 from serve_app.tuning.goals import parse_goals
-from serve_app.tuning.load_step import Answer, Load, Step
+from serve_app.tuning.load import Load, Step
+from serve_app.tuning.service import Answer
+from serve_app.tuning.tuner import MOST_STEPS, RESOLUTION, Edge, EdgeSearch
 
 GOALS = parse_goals("ttft_p90<1")
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from batcher.stats import percentiles
 from serve_app.simulation.profiles import PROFILES, Profile
-from serve_app.tuning.fleet import Fleet, Run, closed_loop, open_loop, replay
-from serve_app.tuning.replica import Request, Settings
+from serve_app.tuning.twin import Fleet, Request, Run, Settings, closed_loop, open_loop, replay
 from serve_app.tuning.workload import Arrival, Lengths, Workload
 from tests.serve_app.tuning.doubles import profile
 

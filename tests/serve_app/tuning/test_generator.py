@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from serve_app.tuning.generator import LOOK_S, Generator
 from serve_app.tuning.goals import parse_goals
-from serve_app.tuning.load_step import Load, Step
-from serve_app.tuning.requests import Requests
+from serve_app.tuning.load import LOOK_S, Generator, Load, Requests, Step
 from serve_app.tuning.service import Service
 from serve_app.tuning.workload import Lengths
 from tests.batcher.virtual import now, virtual
@@ -34,9 +32,7 @@ async def step(
     transport = None if server.url else StreamingTransport(server)
     async with (
         Service(server.url or "http://virtual", clock=now, transport=transport) as service,
-        Generator(
-            service, requests, parse_goals(goals) if goals else GOALS, transport=transport, **options
-        ) as generator,
+        Generator(service, requests, parse_goals(goals) if goals else GOALS, **options) as generator,
     ):
         return await generator.step(load, seconds=seconds, warm_up=warm_up, drain=drain, seed=seed)
 

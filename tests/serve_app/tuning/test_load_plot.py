@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from serve_app.tuning.load_plot import PlotError, check_plot, draw
-from serve_app.tuning.load_report import Tuning
+from serve_app.tuning.plots import PlotError, check_plot, draw_tuning
+from serve_app.tuning.tune_report import Tuning
 from tests.serve_app.tuning.load_results import GOALS, step, tuning
 
 PNG = b"\x89PNG"
@@ -34,7 +34,7 @@ def test_a_chart_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_chart_is_drawn(tmp_path: Path) -> None:
     found = tuning()
     found.single = (step(30.0, failed=True),)
-    draw(found, tmp_path / "chart.png")
+    draw_tuning(found, tmp_path / "chart.png")
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -42,7 +42,7 @@ def test_each_goal_has_a_panel_with_its_figures_and_its_bound(drawn: list[Any], 
     found = tuning()
     # Seconds of failed requests are infinite.
     found.single = (step(30.0, failed=True),)
-    draw(found, tmp_path / "chart.png")
+    draw_tuning(found, tmp_path / "chart.png")
     (figure,) = drawn
     ttft, latency = figure.axes
     assert [ttft.get_ylabel(), latency.get_ylabel()] == ["ttft_p99 (s)", "latency_p95 (s)"]
@@ -64,7 +64,7 @@ def test_each_goal_has_a_panel_with_its_figures_and_its_bound(drawn: list[Any], 
 @pytest.mark.usefixtures("drawn")
 def test_a_result_without_a_figure_has_an_empty_chart(tmp_path: Path) -> None:
     path = tmp_path / "chart.png"
-    draw(Tuning("m", "512 tokens in, 128 out", GOALS, single=(step(5.0, failed=True),)), path)
+    draw_tuning(Tuning("m", "512 tokens in, 128 out", GOALS, single=(step(5.0, failed=True),)), path)
     assert path.read_bytes().startswith(PNG)
 
 
@@ -72,7 +72,7 @@ def test_a_result_without_a_figure_has_an_empty_chart(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("drawn")
 def test_the_file_is_a_png_whatever_its_name(name: str, tmp_path: Path) -> None:
     """A load takes minutes: its chart mustn't be lost for a name."""
-    draw(tuning(), tmp_path / name)
+    draw_tuning(tuning(), tmp_path / name)
     assert [each.name for each in tmp_path.iterdir()] == [name]
     assert (tmp_path / name).read_bytes().startswith(PNG)
 
@@ -81,7 +81,7 @@ def test_the_file_is_a_png_whatever_its_name(name: str, tmp_path: Path) -> None:
 def test_a_model_has_any_name(model: str, drawn: list[Any], tmp_path: Path) -> None:
     found = tuning()
     found.model = model
-    draw(found, tmp_path / "chart.png")
+    draw_tuning(found, tmp_path / "chart.png")
     (figure,) = drawn
     assert figure.axes[0].get_title(loc="left") == f"{model}: 512 tokens in, 128 out"
 
@@ -90,5 +90,5 @@ def test_a_model_has_any_name(model: str, drawn: list[Any], tmp_path: Path) -> N
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     path = tmp_path / "nowhere" / "chart.png"
     with pytest.raises(FileNotFoundError) as told:
-        draw(tuning(), path)
+        draw_tuning(tuning(), path)
     assert told.value.filename == str(path)

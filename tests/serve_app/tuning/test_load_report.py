@@ -2,8 +2,8 @@
 
 import json
 
-from serve_app.tuning.edge import Edge
-from serve_app.tuning.load_report import Batch, body, text
+from serve_app.tuning.tune_report import BesideBatch, body, text
+from serve_app.tuning.tuner import Edge
 from tests.serve_app.tuning.load_results import step, tuning
 
 
@@ -24,7 +24,7 @@ def test_the_text_says_what_holds_and_what_to_change() -> None:
 def test_the_text_of_what_was_applied_and_of_batch_work() -> None:
     found = tuning()
     found.applied = (step(19.0, ttft=0.7), step(18.0))
-    found.batch = Batch(step(10.0, ttft=0.7), 1234.0)
+    found.batch = BesideBatch(step(10.0, ttft=0.7), 1234.0)
     said = text(found)
     assert "with these settings, at 18 requests/s: the goals hold" in said
     assert (

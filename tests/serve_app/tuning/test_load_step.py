@@ -5,7 +5,8 @@ import math
 import pytest
 
 from serve_app.tuning.goals import parse_goals
-from serve_app.tuning.load_step import Answer, Load, Step, is_clear, is_hopeless
+from serve_app.tuning.load import Load, Step, is_clear, is_hopeless
+from serve_app.tuning.service import Answer
 
 GOALS = parse_goals("ttft_p90<1,tpot_p90<0.1")
 WINDOW = (10.0, 20.0)
@@ -79,7 +80,7 @@ def test_a_service_that_falls_behind_does_not_hold() -> None:
 
 
 def test_two_steps_count_as_one() -> None:
-    both = step(answers(100)).with_(step(answers(50, ttft=3.0)))
+    both = step(answers(100)).merged(step(answers(50, ttft=3.0)))
     assert both.sent == 150
     assert both.seconds == 20.0
     assert both.figure("ttft", 99) == pytest.approx(3.0)

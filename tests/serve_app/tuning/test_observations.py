@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.tuning.observations import PARAMETERS, Observation, ObservationError, fit
+from serve_app.tuning.profiling import PARAMETERS, Observation, ObservationError, fit
 
 SHAPES = [
     *((tokens, 1, tokens, True) for tokens in (64, 256, 1024, 2048)),
@@ -13,12 +13,14 @@ SHAPES = [
 ]
 
 
-def observed(values: dict[str, float], noise: tuple[float, ...] = (1.0,)) -> list[Observation]:
+def observed(
+    values: dict[str, float], noise: tuple[float, ...] = (1.0,), hidden: int = 0
+) -> list[Observation]:
     """Return the times that a device with these parameters has."""
     found = []
     for number, (prefill, sequences, context, request) in enumerate(SHAPES):
-        row = Observation("", prefill, sequences, context, request, 1.0)
-        time = sum(factor * values[name] for factor, name in zip(row.row(), PARAMETERS, strict=True))
+        factors = (1.0, max(0, prefill - hidden), sequences, context, request)
+        time = sum(factor * values[name] for factor, name in zip(factors, PARAMETERS, strict=True))
         found.append(
             Observation(str(number), prefill, sequences, context, request, time * noise[number % len(noise)])
         )
@@ -65,6 +67,13 @@ def test_a_device_that_the_parameters_do_not_describe_is_told() -> None:
     found = fit(observed(VALUES, (1.0, 1.6, 0.7)))
     assert found.bad
     assert found.largest_error > 0.15
+
+
+def test_tokens_that_hide_behind_the_weights_are_a_knee() -> None:
+    found = fit(observed(VALUES, (1.0, 1.01, 0.99), hidden=256))
+    assert found.hidden == 256
+    assert found.parameters["per_prefill_token_ms"] == pytest.approx(0.03, rel=0.05)
+    assert fit(observed(VALUES, (1.0, 1.01, 0.99))).hidden == 0
 
 
 def test_observations_that_are_alike_are_refused() -> None:

@@ -1,13 +1,15 @@
 """The model of a replica beside one that is stepped one by one."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.tuning.replica import IDLE, STEPS, Replica, Request, Settings
+from serve_app.tuning.twin import IDLE, STEPS, Replica, Request, Settings
+from serve_app.tuning.workload import Lengths, Workload
 from tests.serve_app.tuning.doubles import one_by_one, profile
 
 
@@ -24,9 +26,12 @@ def drive(replica: Replica, arrivals: list[tuple[float, Request]]) -> list[Reque
             at, one = coming.pop()
             replica.arrive(one, at)
         else:
-            ended += replica.end_block()
+            ended += replica.advance(coming[-1][0] if coming else IDLE)
     return ended
 
+
+MEAN = 20
+LOAD = Workload(1.0, Lengths(50), Lengths(MEAN), MEAN)
 
 SHAPES = st.fixed_dictionaries(
     {
@@ -42,20 +47,19 @@ COMING = st.lists(st.tuples(st.floats(0, 1), st.integers(1, 90), st.integers(1, 
 
 @settings(max_examples=300, deadline=None)
 @given(SHAPES, st.one_of(st.none(), st.integers(1, 6)), COMING)
-def test_blocks_of_steps_are_what_single_steps_are(
+def test_the_steps_are_those_of_single_steps(
     shape: dict[str, Any], max_running: int | None, coming: list[tuple[float, int, int]]
 ) -> None:
     device = profile(max_model_len=150, **shape)
-    chosen = Settings(max_running, device.max_num_batched_tokens, device.max_num_seqs)
+    chosen = replace(Settings.of(device, live_first=False), max_running=max_running)
     at, arrivals = 0.0, []
     for number, (gap, prompt, output) in enumerate(coming):
         at += gap + 1e-3
         arrivals.append((at, request(number, prompt, output)))
-    mean = 20.0
     places = device.max_num_seqs
-    most = places + min(places, math.ceil(STEPS * places / mean))
+    most = places + min(places, math.ceil(STEPS * places / MEAN))
     expected = one_by_one(device, chosen, min(most, max_running or most), arrivals)
-    replica = Replica(device, chosen, mean)
+    replica = Replica(device, chosen, LOAD)
     ended = drive(replica, arrivals)
     assert len(ended) == len(arrivals), "a request was lost"
     for one in ended:
@@ -66,7 +70,7 @@ def test_blocks_of_steps_are_what_single_steps_are(
 
 def test_a_lone_request_takes_its_steps() -> None:
     device = profile(per_kv_token_ms=0.0)
-    replica = Replica(device, Settings.of(device), 10.0)
+    replica = Replica(device, Settings.of(device), LOAD)
     one = request(0, 100, 11)
     drive(replica, [(2.0, one)])
     assert one.first_at == pytest.approx(2.0 + (10 + 5 + 0.3) / 1e3)
@@ -76,26 +80,37 @@ def test_a_lone_request_takes_its_steps() -> None:
 
 def test_a_long_prompt_is_computed_in_parts() -> None:
     device = profile(per_kv_token_ms=0.0, per_sequence_ms=0.0)
-    replica = Replica(device, Settings(None, 1000, 64), 10.0)
+    replica = Replica(device, replace(Settings.of(device), max_num_batched_tokens=1000), LOAD)
     one = request(0, 2500, 1)
     drive(replica, [(0.0, one)])
     assert one.first_at == one.ended_at == pytest.approx((3 * 10 + 2500 * 0.05) / 1e3)
 
 
-@pytest.mark.parametrize(("asynchronous", "steps"), [(False, 1), (True, 2)])
-def test_a_request_waits_for_the_steps_that_are_composed(asynchronous: bool, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("asynchronous", "live_first", "at", "steps"),
+    [
+        (False, True, 0.208, 1),
+        (True, False, 0.202, 2),
+        # With live requests first, the next step is decided 5 ms before the running one ends.
+        (True, True, 0.202, 1),
+        (True, True, 0.208, 2),
+    ],
+)
+def test_a_request_waits_for_the_steps_that_are_decided(
+    asynchronous: bool, live_first: bool, at: float, steps: int
+) -> None:
     device = profile(
         per_kv_token_ms=0.0, per_sequence_ms=0.0, per_prefill_token_ms=0.0, async_scheduling=asynchronous
     )
-    replica = Replica(device, Settings.of(device), 10.0)
+    replica = Replica(device, Settings.of(device, live_first=live_first), LOAD)
     one, other = request(0, 10, 100), request(1, 10, 5)
-    drive(replica, [(0.0, one), (0.205, other)])
+    drive(replica, [(0.0, one), (at, other)])
     assert other.first_at == pytest.approx(0.20 + 0.01 * (steps + 1))
 
 
 def test_what_does_not_fit_waits_in_order() -> None:
     device = profile(kv_tokens=1000, max_model_len=1000)
-    replica = Replica(device, Settings.of(device), 10.0)
+    replica = Replica(device, Settings.of(device), LOAD)
     large = [request(number, 300, 20, reserved=600) for number in range(3)]
     small = request(3, 10, 2)
     drive(replica, [(0.001 * n, one) for n, one in enumerate([*large, small])])
@@ -107,6 +122,6 @@ def test_what_does_not_fit_waits_in_order() -> None:
 
 def test_max_running_bounds_the_requests_in_a_step() -> None:
     device = profile()
-    replica = Replica(device, Settings(3, 2048, 64), 10.0)
+    replica = Replica(device, replace(Settings.of(device), max_running=3), LOAD)
     drive(replica, [(0.0, request(number, 10, 30)) for number in range(12)])
     assert replica.most_running == 3

@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 
 from serve_app.simulation.profiles import PROFILES
-from serve_app.tuning.capacity import full_rate
 from serve_app.tuning.goals import METRICS, parse_goals
-from serve_app.tuning.replica import Settings
-from serve_app.tuning.report import Report
-from serve_app.tuning.search import NoPlanError, Plan
-from serve_app.tuning.trials import Trial, Trials
+from serve_app.tuning.plan_report import PlanReport
+from serve_app.tuning.planning import NoPlanError, Plan, Trial, Trials, full_rate
+from serve_app.tuning.twin import Settings
 from serve_app.tuning.workload import Lengths, Workload
 
 PROFILE = PROFILES["h100-8b"]
@@ -20,11 +18,13 @@ DEFAULT = Settings.of(PROFILE)
 WORKLOAD = Workload.of(50.0, Lengths.parse("1500"), Lengths.parse("300"), prefix_share=0.25)
 
 
-def report(goals: str = "ttft_p99<0.5", price: float | None = None, workload: Workload = WORKLOAD) -> Report:
-    return Report(Trials(PROFILE, workload, parse_goals(goals)), price)
+def report(
+    goals: str = "ttft_p99<0.5", price: float | None = None, workload: Workload = WORKLOAD
+) -> PlanReport:
+    return PlanReport(Trials(PROFILE, workload, parse_goals(goals)), price)
 
 
-def trial(found: Report, replicas: int, ttft: float = 0.25, **changes: Any) -> Trial:
+def trial(found: PlanReport, replicas: int, ttft: float = 0.25, **changes: Any) -> Trial:
     """Return a trial; the goals about the TTFT hold up to their bound, and the others always."""
     points = [(metric, point) for metric in METRICS for point in (50, 99)]
     points += [(goal.metric, goal.percentile) for goal in found.trials.goals]
@@ -44,7 +44,7 @@ def trial(found: Report, replicas: int, ttft: float = 0.25, **changes: Any) -> T
     return replace(made, **changes)
 
 
-def plan(found: Report, *others: Trial, least: int = 1, **changes: Any) -> Plan:
+def plan(found: PlanReport, *others: Trial, least: int = 1, **changes: Any) -> Plan:
     """Return a plan of five replicas."""
     answer = trial(found, 5, **changes)
     return Plan(answer, (*others, answer), least)
@@ -108,7 +108,7 @@ def test_a_price_is_that_of_all_replicas() -> None:
         "per_million_output_tokens": pytest.approx(10 / 54),
         "per_million_tokens": pytest.approx(10 / 324),
     }
-    assert found.cost(5) == cost
+    assert found.cost(trial(found, 5)) == cost
     heads, row = columns(found.text(plan(found)))
     shown = dict(zip(heads, row, strict=True))
     assert (shown["price/h"], shown["per M out"], shown["per M"]) == ("10.00", "0.19", "0.03")
@@ -164,7 +164,7 @@ def test_the_json_has_the_question_and_every_row() -> None:
     body = json.loads(
         json.dumps(found.body(plan(found, trial(found, 4, ttft=1.5), least=3)), allow_nan=False)
     )
-    assert {name: body[name] for name in list(body)[:8]} == {
+    assert {name: body[name] for name in list(body)[:9]} == {
         "met": True,
         "device": "h100-8b",
         "rate": 50.0,
@@ -172,6 +172,7 @@ def test_the_json_has_the_question_and_every_row() -> None:
         "output": "300",
         "max_tokens": 300,
         "prefix_share": 0.25,
+        "batch": None,
         "goals": ["ttft_p99<0.5"],
     }
     assert body["least_replicas"] == 3

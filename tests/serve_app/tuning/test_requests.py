@@ -5,7 +5,8 @@ from itertools import islice
 import pytest
 
 from serve_app.relay.usage import Tokens
-from serve_app.tuning.requests import Ask, Requests
+from serve_app.tuning.load import Requests
+from serve_app.tuning.service import Ask
 from serve_app.tuning.workload import Lengths
 
 

@@ -5,11 +5,9 @@ from dataclasses import replace
 import pytest
 
 from serve_app.simulation.profiles import PROFILES
-from serve_app.tuning.capacity import full_rate
 from serve_app.tuning.goals import parse_goals
-from serve_app.tuning.replica import Settings
-from serve_app.tuning.search import MOST_LOAD, RUNS, NoPlanError, Plan, Search
-from serve_app.tuning.trials import Trials
+from serve_app.tuning.planning import MOST_LOAD, RUNS, NoPlanError, Plan, Search, Trials, full_rate
+from serve_app.tuning.twin import Settings
 from serve_app.tuning.workload import Lengths, Workload
 
 

@@ -11,18 +11,18 @@ import pytest
 from aiohttp import web
 
 from serve_app.client import ServiceError
-from serve_app.tuning.service import Service
+from serve_app.tuning.service import Answer, Ask, Service
 
 LLM = {"id": "m", "owned_by": "saturate", "kind": "llm", "parent": None, "max_model_len": 4096}
 BATCHER = {"capacity": 9_000, "max_running": 8, "running": 1, "queue_depth": 2, "total_submitted": 5}
-Answer = Callable[[httpx.Request], httpx.Response]
+Play = Callable[[httpx.Request], httpx.Response]
 
 
-def service(answer: Answer) -> Service:
+def service(answer: Play) -> Service:
     return Service("http://there/v1/", transport=httpx.MockTransport(answer))
 
 
-def cards(*found: Any) -> Answer:
+def cards(*found: Any) -> Play:
     return lambda request: httpx.Response(200, json={"data": list(found)})
 
 
@@ -53,33 +53,43 @@ async def loopback(events: list[Any]) -> AsyncIterator[tuple[str, list[Any]]]:
         await runner.cleanup()
 
 
-def piece(tokens: int | None) -> Any:
-    return {"choices": [{"text": "a"}]} | ({} if tokens is None else {"usage": {"completion_tokens": tokens}})
+def piece(tokens: int) -> Any:
+    return {"choices": [{"text": "a"}], "usage": {"completion_tokens": tokens}}
 
 
-@pytest.mark.parametrize("counted", [True, False], ids=["with counts", "a token per event"])
-async def test_a_stream_has_the_times_of_its_tokens(counted: bool) -> None:
-    counts: list[int | None] = [1, 2, 6] if counted else [None] * 6
-    async with loopback([*map(piece, counts), {"choices": []}]) as (url, bodies), Service(url) as found:
-        streams = await found.streams("m", [5, 7], 6)
-    assert [[count for _, count in stream.tokens] for stream in streams] == [
-        [1, 2, 6] if counted else [1, 2, 3, 4, 5, 6]
-    ] * 2
-    assert [len(body["prompt"]) for body in bodies] in ([5, 7], [7, 5])
-    assert all(stream.sent_at < stream.tokens[0][0] <= stream.tokens[-1][0] for stream in streams)
+async def ask(service: Service, *, pieces: bool = True) -> Answer:
+    options = {"include_usage": True} | ({"continuous_usage_stats": True} if pieces else {})
+    answer = Answer(service.clock(), 6)
+    await service.send(Ask("/v1/completions", {"model": "m", "stream_options": options}, 6), answer)
+    return answer
 
 
-async def test_a_short_answer_is_an_error() -> None:
-    async with loopback([piece(1), piece(2)]) as (url, _), Service(url) as found:
-        with pytest.raises(ServiceError, match="an answer had 2 tokens in place of 6"):
-            await found.streams("m", [5], 6)
+@pytest.mark.parametrize("pieces", [True, False])
+async def test_an_answer_has_the_times_of_its_tokens(pieces: bool) -> None:
+    events = [*map(piece, [1, 2, 6]), {"choices": [], "usage": {"completion_tokens": 6}}]
+    async with loopback(events) as (url, bodies), Service(url) as found:
+        answer = await ask(found, pieces=pieces)
+    assert len(bodies) == 1
+    # Events may arrive together.
+    counts = [count for _, count in answer.pieces]
+    assert (counts == sorted(set(counts)) and counts[-1] == 6) if pieces else counts == []
+    assert answer.first_at is not None
+    assert answer.ended_at is not None
+    assert answer.sent_at < answer.first_at <= answer.ended_at
+    assert (answer.tokens, answer.failed) == (6, False)
+
+
+async def test_an_answer_without_usage_broke_off() -> None:
+    async with loopback([{"choices": [{"text": "a"}]}]) as (url, _), Service(url) as found:
+        with pytest.raises(ServiceError, match="an answer broke off, or has no token"):
+            await ask(found)
 
 
 async def test_an_answer_that_breaks_off_is_an_error() -> None:
     events = [piece(1), {"error": {"message": "the engine died"}}]
     async with loopback(events) as (url, _), Service(url) as found:
         with pytest.raises(ServiceError, match="an answer broke off: the engine died"):
-            await found.streams("m", [5], 6)
+            await ask(found)
 
 
 async def test_the_facts_are_those_of_the_smallest_replica() -> None:
@@ -126,7 +136,7 @@ async def test_adapters_and_functions_are_no_models_to_measure() -> None:
     ],
 )
 async def test_a_service_that_cannot_be_measured_says_why(
-    answer: Answer, model: str | None, message: str
+    answer: Play, model: str | None, message: str
 ) -> None:
     async with service(answer) as found:
         with pytest.raises(ServiceError, match=message):
@@ -154,8 +164,8 @@ async def test_statistics_without_a_replica_are_told() -> None:
 async def test_a_full_queue_is_told() -> None:
     refusal = httpx.Response(429, json={"error": {"message": "the queue is full"}})
     async with service(lambda request: refusal) as found:
-        with pytest.raises(ServiceError, match=r"429 \(the queue is full\); the service has other work"):
-            await found.streams("m", [5], 6)
+        with pytest.raises(ServiceError, match=r"429 \(the queue is full\); the service is busy"):
+            await ask(found)
 
 
 def test_an_address_without_a_scheme_is_one_of_http() -> None:

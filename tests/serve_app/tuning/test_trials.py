@@ -6,8 +6,8 @@ import pytest
 
 from serve_app.simulation.profiles import PROFILES
 from serve_app.tuning.goals import Goal, Metric, parse_goals
-from serve_app.tuning.replica import Settings
-from serve_app.tuning.trials import Trials
+from serve_app.tuning.planning import Trials
+from serve_app.tuning.twin import Settings
 from serve_app.tuning.workload import Lengths, Workload
 
 PROFILE = PROFILES["h100-8b"]

@@ -7,13 +7,11 @@ from functools import cache
 import pytest
 
 from serve_app.simulation.profiles import PROFILES
-from serve_app.tuning.capacity import full_rate
-from serve_app.tuning.choice import choose
-from serve_app.tuning.edge import Edge
 from serve_app.tuning.goals import parse_goals
-from serve_app.tuning.load_step import Load, Loop, Step
-from serve_app.tuning.replica import Settings
-from serve_app.tuning.tuner import LoneMissError, Tuner, is_small
+from serve_app.tuning.load import Load, Loop, Step
+from serve_app.tuning.planning import full_rate
+from serve_app.tuning.tuner import Edge, LoneMissError, Tuner, choose, is_small
+from serve_app.tuning.twin import Settings
 from serve_app.tuning.workload import Lengths, Workload
 from tests.serve_app.tuning.virtual_load import VirtualService
 
@@ -107,7 +105,7 @@ async def grid(case: Case, loop: Loop, most: float) -> tuple[float, float]:
     for value in sorted((value for value in values if found[value].holds), reverse=True):
         again = await step(value, 2_000)
         if again.holds:
-            return found[value].with_(again).goodput, spent_s
+            return found[value].merged(again).goodput, spent_s
     raise AssertionError("no load of the grid holds")
 
 
@@ -169,19 +167,21 @@ def held(case: Case, rate: float, max_running: int) -> int:
 
 async def test_a_goal_below_a_lone_request_is_told_with_what_was_seen() -> None:
     case = replace(CASES[0], goals="ttft_p99<0.01,tpot_p99<0.05")
-    with pytest.raises(LoneMissError, match=r"no load holds ttft_p99<0\.01: .* ttft_p50 0\.0\d+ s") as missed:
+    with pytest.raises(
+        LoneMissError, match=r"no load holds ttft_p99<0\.01: .* 0\.0\d+ s \(ttft p50\)"
+    ) as missed:
         await case.tuner(case.service()).lone()
     assert missed.value.step.sent > 3
 
 
-async def test_rates_alone_start_from_the_lone_request() -> None:
+def test_rates_alone_start_from_the_lone_request() -> None:
     case = CASES[3]
     service = case.service()
-    found = await case.tuner(service).highest_rate()
+    found = asyncio.run(case.tuner(service).highest_rate())
     assert found.held is not None
     together = tuned(case).open.held
     assert together is not None
-    assert found.held.load.value == pytest.approx(together.load.value, rel=0.08)
+    assert found.held.load.value == pytest.approx(together.load.value, rel=0.1)
     assert len(found.steps) <= 12
 
 

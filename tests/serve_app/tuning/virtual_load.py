@@ -3,11 +3,10 @@
 import math
 
 from serve_app.simulation.profiles import Profile
-from serve_app.tuning.fleet import Fleet, closed_loop, open_loop
 from serve_app.tuning.goals import Goal
-from serve_app.tuning.load_step import Answer, Load, Step, is_clear, is_hopeless
-from serve_app.tuning.replica import Settings
-from serve_app.tuning.service import Facts
+from serve_app.tuning.load import Load, Step, is_clear, is_hopeless
+from serve_app.tuning.service import Answer, Facts
+from serve_app.tuning.twin import Fleet, Settings, closed_loop, open_loop
 from serve_app.tuning.workload import Workload
 
 LOOKS = 50

@@ -1,19 +1,22 @@
-"""The words and tables of a tuning."""
+"""The result of a tuning in words and for programs."""
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from serve_app.system.tables import duration, text_table
 from serve_app.system.yaml_text import dump
-from serve_app.tuning.choice import Choice
-from serve_app.tuning.edge import Edge
 from serve_app.tuning.goals import METRICS, Goal
-from serve_app.tuning.load_step import SHOWN, Step
+from serve_app.tuning.load import Step
+from serve_app.tuning.tuner import Choice, Edge
+
+SHOWN = (50, 99)
+"""Percentiles of every metric in a table."""
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class BesideBatch:
     """Batch work beside live traffic.
 
     Attributes:
@@ -31,20 +34,20 @@ class Tuning:
 
     Attributes:
         model: The model.
-        question: The lengths of the requests, in words.
+        requests: The lengths of the requests, in words.
         goals: The goals.
         lone: The step with one client.
         closed: The edge of the closed loop.
         open: The edge of the open loop.
         single: Steps under loads that were given.
         choice: The settings.
-        applied: Steps after the settings were applied; the last one says whether the goals hold.
+        applied: Steps after the settings were applied; the last step says whether the goals hold.
         batch: Batch work beside live traffic.
         warnings: What makes the figures doubtful.
     """
 
     model: str
-    question: str
+    requests: str
     goals: tuple[Goal, ...]
     lone: Step | None = None
     closed: Edge | None = None
@@ -52,12 +55,12 @@ class Tuning:
     single: tuple[Step, ...] = ()
     choice: Choice | None = None
     applied: tuple[Step, ...] = ()
-    batch: Batch | None = None
+    batch: BesideBatch | None = None
     warnings: tuple[str, ...] = ()
 
     @property
     def steps(self) -> list[Step]:
-        """The steps, of each load one, in the order of the loads."""
+        """The steps, merged by load, in the order of the loads."""
         found = [] if self.lone is None else [self.lone]
         for edge in (self.closed, self.open):
             if edge is not None:
@@ -71,16 +74,24 @@ class Tuning:
             return self.open.held
         return next((step for step in self.single if step.load.loop == "open" and step.holds), None)
 
+    @property
+    def holds(self) -> bool:
+        """Whether a load holds the goals, of each kind that was measured."""
+        if self.applied:
+            return self.applied[-1].holds
+        if self.batch is not None and not self.batch.live.holds:
+            return False
+        edges = [edge for edge in (self.open, self.closed) if edge is not None]
+        return all(edge.held is not None for edge in edges) and all(step.holds for step in self.single)
+
 
 def text(tuning: Tuning) -> str:
     """Return the result for people."""
     goals = ", ".join(map(str, tuning.goals))
-    lines = [f"{tuning.model}: {tuning.question}; {goals}", ""]
-    kept = [edge.held for edge in (tuning.closed, tuning.open) if edge is not None]
-    lines += _table(tuning.steps, tuning.goals, kept)
-    lines.append("")
-    lines += _edge_lines("highest rate", tuning.open)
-    lines += _edge_lines("highest concurrency", tuning.closed)
+    lines = [f"{tuning.model}: {tuning.requests}; {goals}", ""]
+    lines += _table(tuning)
+    lines += ["", *_edge_line("highest rate", tuning.open)]
+    lines += _edge_line("highest concurrency", tuning.closed)
     if tuning.choice is not None:
         lines += ["", *choice_lines(tuning.choice, tuning.model)]
     if tuning.applied:
@@ -88,50 +99,41 @@ def text(tuning: Tuning) -> str:
         verdict = "the goals hold" if last.holds else f"the goals don't hold: {reason(last)}"
         lines += ["", f"with these settings, at {last.load}: {verdict}"]
     if tuning.batch is not None:
-        live, verdict = tuning.batch.live, "its goals hold"
-        if not live.holds:
-            verdict = f"its goals don't hold: {reason(live)}"
-        lines += [
-            "",
-            f"beside live traffic of {live.load} batch work has {tuning.batch.tokens_per_s:,.0f} tokens/s, "
-            f"and {verdict}",
-        ]
+        live = tuning.batch.live
+        verdict = "its goals hold" if live.holds else f"its goals don't hold: {reason(live)}"
+        tokens = f"batch work has {tuning.batch.tokens_per_s:,.0f} tokens/s"
+        lines += ["", f"beside live traffic of {live.load} {tokens}, and {verdict}"]
     return "\n".join(lines) + "\n"
 
 
 def body(tuning: Tuning) -> dict[str, Any]:
-    """Return the same for programs."""
-    choice = tuning.choice
+    """Return the result for programs."""
+    choice, batch = tuning.choice, tuning.batch
     return {
         "model": tuning.model,
-        "requests": tuning.question,
+        "requests": tuning.requests,
         "goals": [str(goal) for goal in tuning.goals],
-        "lone": None if tuning.lone is None else fields(tuning.lone),
-        "highest_rate": _edge_fields(tuning.open),
-        "highest_concurrency": _edge_fields(tuning.closed),
+        "lone": tuning.lone and fields(tuning.lone),
+        "highest_rate": tuning.open and _edge_fields(tuning.open),
+        "highest_concurrency": tuning.closed and _edge_fields(tuning.closed),
         "steps": [fields(step) for step in tuning.steps],
-        "choice": None
-        if choice is None
-        else {
+        "choice": choice
+        and {
             "rate": round(choice.rate, 4),
             "batcher": choice.batcher,
             "target_ongoing_requests": choice.target_ongoing_requests,
         },
         "applied": [fields(step) for step in tuning.applied],
-        "beside_batch": None
-        if tuning.batch is None
-        else {
-            "live": fields(tuning.batch.live),
-            "batch_tokens_per_s": round(tuning.batch.tokens_per_s, 3),
-        },
+        "beside_batch": batch
+        and {"live": fields(batch.live), "batch_tokens_per_s": round(batch.tokens_per_s, 3)},
         "warnings": list(tuning.warnings),
     }
 
 
 def fields(step: Step) -> dict[str, Any]:
     """Return a step for programs; seconds that are infinite are null."""
-    points = {(metric, point) for metric in METRICS for point in SHOWN}
-    points |= {(goal.metric, goal.percentile) for goal in step.goals}
+    points = {(metric, point) for metric in METRICS for point in SHOWN} | {goal.key for goal in step.goals}
+    seconds = {f"{metric}_p{point}": step.figure(metric, point) for metric, point in sorted(points)}
     return {
         "loop": step.load.loop,
         "value": step.load.value,
@@ -140,9 +142,7 @@ def fields(step: Step) -> dict[str, Any]:
         "requests": step.sent,
         "failed": step.failed,
         "seconds": {
-            f"{metric}_p{point}": round(value, 6) if math.isfinite(value) else None
-            for metric, point in sorted(points)
-            for value in [step.figure(metric, point)]
+            name: round(value, 6) if math.isfinite(value) else None for name, value in seconds.items()
         },
         "requests_per_s": round(step.rate, 4),
         "goodput_per_s": round(step.goodput, 4),
@@ -157,13 +157,13 @@ def fields(step: Step) -> dict[str, Any]:
 
 def choice_lines(choice: Choice, model: str) -> list[str]:
     """Return the lines to put into a config."""
-    lines = [f"settings for {choice.rate:.4g} requests/s, in deployments:", f'- name: "Engine:{model}"']
     dumped = dump({"user_config": {"batcher": choice.batcher}})
-    lines += [f"  {line}" for line in dumped.splitlines()]
-    lines.append(
-        f"  # with autoscaling_config: target_ongoing_requests: {choice.target_ongoing_requests} per replica"
-    )
-    return lines
+    return [
+        f"settings for {choice.rate:.4g} requests/s, in deployments:",
+        f'- name: "Engine:{model}"',
+        *(f"  {line}" for line in dumped.splitlines()),
+        f"  # with autoscaling_config: target_ongoing_requests: {choice.target_ongoing_requests} per replica",
+    ]
 
 
 def reason(step: Step) -> str:
@@ -177,71 +177,56 @@ def reason(step: Step) -> str:
 
 def line(step: Step) -> str:
     """Return a step in one line, for the progress."""
-    shown = ", ".join(
-        f"{goal.name} {_time(step.figure(goal.metric, goal.percentile))}" for goal in step.goals
-    )
+    shown = ", ".join(f"{goal.name} {_time(step.figure(*goal.key))}" for goal in step.goals)
     return f"{step.load}: {reason(step) or 'holds'} ({shown}, {step.sent} requests)"
 
 
-def _edge_lines(name: str, edge: Edge | None) -> list[str]:
+def _edge_line(name: str, edge: Edge | None) -> Iterable[str]:
     if edge is None:
-        return []
-    if edge.held is None:
-        least = f"; {edge.broken.load} breaks" if edge.broken else ""
-        return [f"{name}: none holds{least}"]
-    held = edge.held
+        return
     broken = f"{edge.broken.load} breaks" if edge.broken else "more was not tried"
-    return [
-        f"{name}: {held.load} ({broken}): {held.goodput:.4g} requests/s within all bounds, "
-        f"{held.tokens_per_s:,.0f} tokens/s"
-    ]
+    if edge.held is None:
+        yield f"{name}: none holds" + (f"; {broken}" if edge.broken else "")
+        return
+    yield (
+        f"{name}: {edge.held.load} ({broken}): {edge.held.goodput:.4g} requests/s within all bounds, "
+        f"{edge.held.tokens_per_s:,.0f} tokens/s"
+    )
 
 
-def _edge_fields(edge: Edge | None) -> dict[str, Any] | None:
-    if edge is None:
-        return None
+def _edge_fields(edge: Edge) -> dict[str, Any]:
     return {
-        "held": None if edge.held is None else fields(edge.held),
-        "broken": None if edge.broken is None else edge.broken.load.value,
+        "held": edge.held and fields(edge.held),
+        "broken": edge.broken and edge.broken.load.value,
         "steps": len(edge.steps),
         "spent_s": round(sum(step.spent_s for step in edge.steps), 3),
     }
 
 
-def _table(steps: Iterable[Step], goals: Sequence[Goal], kept: Sequence[Step | None]) -> list[str]:
+def _table(tuning: Tuning) -> Sequence[str]:
     """Return the lines of a table with a row for each load."""
+    kept = [edge.held for edge in (tuning.closed, tuning.open) if edge is not None]
     points = [(metric, point) for metric in ("ttft", "tpot") for point in SHOWN]
-    points += [(g.metric, g.percentile) for g in goals if (g.metric, g.percentile) not in points]
+    points += [goal.key for goal in tuning.goals if goal.key not in points]
     heads = ["", "load", *(f"{metric.upper()} p{point}" for metric, point in points)]
     heads += ["req/s", "tok/s", "in flight", "requests", ""]
-    rows = [heads]
-    for step in steps:
-        rows.append(
-            [
-                "▶" if any(step is each for each in kept) else "",
-                str(step.load),
-                *(_time(step.figure(metric, point)) for metric, point in points),  # type: ignore[arg-type]
-                f"{step.goodput:.4g}",
-                f"{step.tokens_per_s:,.0f}",
-                f"{step.in_flight:.0f}",
-                str(step.sent),
-                reason(step) or "holds",
-            ]
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    left = {1, len(heads) - 1}
-    return [
-        "  ".join(
-            cell.ljust(width) if place in left else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
+    rows = [
+        [
+            "▶" if any(step is each for each in kept) else "",
+            str(step.load),
+            *(_time(step.figure(metric, point)) for metric, point in points),  # type: ignore[arg-type]
+            f"{step.goodput:.4g}",
+            f"{step.tokens_per_s:,.0f}",
+            f"{step.in_flight:.0f}",
+            str(step.sent),
+            reason(step) or "holds",
+        ]
+        for step in tuning.steps
     ]
+    return text_table(heads, rows, left={1, len(heads) - 1})
 
 
 def _time(seconds: float) -> str:
     if math.isnan(seconds):
         return "-"
-    if math.isinf(seconds):
-        return "failed"
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.{1 if seconds < 0.1 else 0}f} ms"
+    return "failed" if math.isinf(seconds) else duration(seconds)

@@ -1,0 +1,112 @@
+"""Charts: the loads of a tuning, and the points of a profile."""
+
+import importlib.util
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from serve_app.tuning.load import Step
+from serve_app.tuning.profiling import Fit, Observation
+from serve_app.tuning.tune_report import Tuning
+
+BLUE, GRAY, RED = "#1f77b4", "#9a9a9a", "#c44e52"
+
+
+class PlotError(Exception):
+    """A chart can't be drawn; the message says what to install."""
+
+
+def check_plot() -> None:
+    """Raise a PlotError if matplotlib is missing: before the work, not after it."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise PlotError(
+            "matplotlib is not installed; saturate[plot]; in a checkout: pip install -e '.[plot]'"
+        )
+
+
+def draw_tuning(tuning: Tuning, path: Path) -> None:
+    """Draw a panel for each goal: its figure against the load, with its bound.
+
+    Args:
+        tuning: The result.
+        path: The PNG to write, whatever its suffix.
+
+    Raises:
+        OSError: The file can't be written.
+    """
+    figure, axes = _panels(len(tuning.goals), sharex=True)
+    for goal, axis in zip(tuning.goals, axes, strict=True):
+        for loop, color, label in (("open", BLUE, "at random times"), ("closed", GRAY, "from clients")):
+            steps = [step for step in tuning.steps if step.load.loop == loop]
+            _loads(axis, steps, goal.metric, goal.percentile, color, label)
+        axis.axhline(goal.bound, color=RED, linestyle="--", linewidth=1, label=str(goal))
+        axis.set_ylabel(f"{goal.name} (s)")
+        axis.set_ylim(0, 3 * goal.bound)
+    axes[-1].set_xlabel("requests per second")
+    _save(figure, axes, f"{tuning.model}: {tuning.requests}", path)
+
+
+def draw_profile(name: str, observations: Sequence[Observation], fit: Fit, path: Path) -> None:
+    """Draw the points of a profile and its line, in a panel for each kind of point.
+
+    Args:
+        name: Name of the profile.
+        observations: The points.
+        fit: The fit, with the time of the profile for each point.
+        path: The PNG to write, whatever its suffix.
+
+    Raises:
+        OSError: The file can't be written.
+    """
+    pairs = list(zip(observations, fit.predicted, strict=True))
+    contexts = [pair for pair in pairs if "contexts" in pair[0].about]
+    kinds = (
+        ("tokens of a lone prompt", 1, [pair for pair in pairs if pair[0].request]),
+        ("answers at once", 2, [p for p in pairs if not p[0].request and p not in contexts]),
+        ("tokens of context", 3, contexts),
+    )
+    figure, axes = _panels(len(kinds))
+    for (label, place, points), axis in zip(kinds, axes, strict=True):
+        x = [each[place] for each, _ in points]
+        axis.plot(x, [each.milliseconds for each, _ in points], "o", color=BLUE, label="measured")
+        axis.plot(x, [predicted for _, predicted in points], "-", color=RED, label="profile")
+        axis.set_xlabel(label)
+        axis.set_ylabel("ms")
+        axis.set_ylim(bottom=0)
+    _save(figure, axes, f"{name}: R² {fit.r2:.4f}, largest difference {fit.largest_error:.1%}", path)
+
+
+def _panels(count: int, sharex: bool = False) -> tuple[Any, list[Any]]:
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(
+        count, 1, figsize=(8, 3.2 * count), layout="constrained", sharex=sharex, squeeze=False
+    )
+    return figure, [axis for (axis,) in axes]
+
+
+def _save(figure: Any, axes: Sequence[Any], title: str, path: Path) -> None:
+    from matplotlib import pyplot
+
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(fontsize=9, frameon=False, loc="upper left")
+    # A model may have any name, and dollars in it aren't mathematics.
+    axes[0].set_title(title, fontsize=10, loc="left", parse_math=False)
+    figure.savefig(path, dpi=150, format="png")
+    pyplot.close(figure)
+
+
+def _loads(axis: Any, steps: list[Step], metric: Any, percentile: int, color: str, label: str) -> None:
+    points = [(step.rate, step.figure(metric, percentile), step.holds) for step in steps]
+    finite = sorted(point for point in points if math.isfinite(point[1]))
+    if not finite:
+        return
+    axis.plot([x for x, *_ in finite], [y for _, y, _ in finite], "-", color=color, label=label)
+    for holds, marker in ((True, "o"), (False, "x")):
+        chosen = [(x, y) for x, y, held in finite if held is holds]
+        axis.plot([x for x, _ in chosen], [y for _, y in chosen], marker, color=color)
