@@ -186,8 +186,9 @@ class LiveFirst:
         finally:
             self.running += left_out
             self.max_num_scheduled_tokens, self.max_num_active_reqs = self._most_tokens, self._most_active
+        # A decision without work may come too late, too: no step follows an answer of one token.
+        now = self._decided_at = self.clock()
         if output.total_num_scheduled_tokens:
-            now = self._decided_at = self.clock()
             self._decides_s += (now - began - self._decides_s) / 8
             self._looks -= self._looks > 0
             self._submitted.append(_Step(self._work(output), now))

@@ -208,6 +208,22 @@ def test_a_line_that_is_too_long_is_found_out(start: Start) -> None:
     assert sum(gaps[500:]) / 99 == pytest.approx(0.0161, rel=0.1)
 
 
+def test_answers_of_one_token_correct_a_line_that_is_too_long(start: Start) -> None:
+    """No step follows theirs, so the decision that was held back for one is not seen to come too late."""
+    engine = start()
+    engine.submit_s = 0.001
+    learn(engine)
+    engine.core.model_executor._device.profile = engine.core.model_executor._device.profile.model_copy(
+        update={"per_prefill_token_ms": 0.05}
+    )
+    waits = []
+    for number in range(40):
+        sent = engine.time.now
+        engine.answer(prompt(2000 + number, 1000), 1)
+        waits.append(engine.time.now - sent)
+    assert waits[-1] == pytest.approx(0.1, rel=0.15), waits
+
+
 def test_rows_alone_are_decided_at_once(start: Start) -> None:
     engine = start()
     learn(engine)
