@@ -5,12 +5,8 @@ from collections.abc import Collection
 from serve_app.api.errors import RequestError
 
 GENERATE = "/generate"
-PROCESS = "/process"
 CHAT_BATCH = "/v1/chat/completions/batch"
 RESPONSES = "/v1/responses"
-
-PROCESS = "/process"
-"""The route of functions of a batch."""
 
 PROCESS = "/process"
 """The route of functions of a batch."""

@@ -2,20 +2,17 @@
 
 import os
 from contextlib import suppress
-from pathlib import Path
 
 import httpx
 
 from serve_app.api.protocol import JSON
+from serve_app.system.private_files import token_file
 
 DASHBOARDS = [f"http://127.0.0.1:{port}/api/serve/applications/" for port in range(8265, 8275)]
 """Possible URLs of the dashboard, which takes the first free port in this range."""
 
 KEPT = ("proxy_location", "http_options", "grpc_options", "target_capacity")
 """Parts of a config, beside the applications, that a PUT without them resets to their defaults."""
-
-TOKEN_FILE = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", Path.home() / ".ray" / "auth_token"))
-"""File with the token for Ray's dashboard."""
 
 
 class Dashboard:
@@ -83,5 +80,5 @@ def token_headers() -> dict[str, str]:
     """Return the headers with the token for Ray's dashboard; empty without a token."""
     token = os.environ.get("RAY_AUTH_TOKEN", "")
     with suppress(OSError):
-        token = token or TOKEN_FILE.read_text().strip()
+        token = token or token_file().read_text().strip()
     return {"authorization": f"Bearer {token}"} if token else {}

@@ -175,7 +175,7 @@ def plan(
 
     \b
     Examples:
-      saturate plan --rate 50 --input 1500 --output 300 --goal "ttft_p99<0.5,tpot_p99<0.05" --device h100-8b
+      saturate plan --rate 50 --input 1500 --output 300 --goal "ttft_p99<0.5,tpot_p99<0.05" --device h100-7b
       saturate plan --rate 4 --input 1500:800 --output 300:200 --goal "ttft_p99<2" --device l4-7b \\
         --price-per-hour 0.8 --prefix-share 0.5
       saturate plan --rate 4 --input 256 --output 64 --goal "ttft_p99<0.3,tpot_p99<0.03" --device h100-7b \\

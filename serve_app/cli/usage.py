@@ -242,5 +242,5 @@ def _plain(name: str, total: Total) -> Any:
     return round(value, 6) if isinstance(value, float) else value
 
 
-def _time(parse_time: datetime) -> str:
-    return parse_time.strftime("%Y-%m-%d %H:%M")
+def _time(moment: datetime) -> str:
+    return moment.strftime("%Y-%m-%d %H:%M")

@@ -31,19 +31,22 @@ MOST_SPREAD = 1.25
 PROMPTS = (64, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Tokens of lone prompts, up to `max_num_batched_tokens`."""
 
-STREAMS = (1, 4, 16, 32, 64, 128, 256, 512, 1024)
+STREAMS = (1, 8, 32, 64, 128, 256, 512, 1024)
 """Answers at once, up to `max_num_seqs`."""
 
 SHORT = 32
 """Tokens of a prompt where the number of answers counts."""
 
-ANSWER = 32
+ANSWER = 24
 """Least tokens of an answer in which all answers run side by side."""
+
+MOST_STRETCH = 4
+"""Most times by which answers are made longer, where they hardly overlap."""
 
 CONTEXT_STREAMS, CONTEXTS = 8, {"short": 0.2, "long": 0.6, "the longest": 1.0}
 """Answers at once where the length of their contexts counts, and these lengths as shares of the longest."""
 
-CONTEXT_S = 2.0
+CONTEXT_S = 1.5
 """Most seconds that the prompts of such a point take."""
 
 BURST, BURSTS = 32, 2
@@ -55,8 +58,9 @@ SERIAL_MS, SERIAL_SEEDS = 0.1, 5
 LONGEST_S = 45.0
 """Seconds after which no further point is begun."""
 
-IDLE_S, LOOK_S = 10.0, 0.2
-"""Seconds to wait for a service that has other requests, and seconds between two looks."""
+IDLE_S, LOOK_S, LOOKS = 10.0, 0.2, 15
+"""Seconds to wait for a service that has other requests, seconds between two looks, and most looks at its
+statistics."""
 
 KNEES = (128, 192, 256, 384, 512)
 """Values of `hidden_prefill_tokens` that are tried."""
@@ -147,7 +151,9 @@ class Measurement:
         self._progress = progress
         self._sleep = sleep
         self._numbers = random.Random(seed)
-        self._sent = 0
+        self._sent = self._strangers = 0
+        self._ends_at = math.inf
+        self._stretch = 1
         self.observations: list[Observation] = []
         self.bursts: list[Burst] = []
         self.warnings: list[str] = []
@@ -164,11 +170,11 @@ class Measurement:
                 "a service with one (num_replicas: 1)"
             )
         await self._idle()
-        began = self._service.clock()
+        self._ends_at = self._service.clock() + LONGEST_S
         points = list(self._points())
         busy = 0
         for number, (about, warm, measure) in enumerate(points, 1):
-            if self._service.clock() - began > LONGEST_S:
+            if self._service.clock() > self._ends_at:
                 self.warnings.append(
                     f"the engine is slow: {len(points) - number + 1} of {len(points)} points were left out"
                 )
@@ -228,10 +234,8 @@ class Measurement:
         spoiled: list[Observation] = []
         others = 0
         for _ in range(MOST_REPEATS):
-            before, sent = await self._service.facts(self._facts.model), self._sent
             one = await measure()
-            after = await self._service.facts(self._facts.model)
-            strange = after.submitted - before.submitted - (self._sent - sent)
+            strange = await self._strange()
             if one is None:
                 continue
             if strange > 0:
@@ -240,9 +244,22 @@ class Measurement:
                 continue
             found.append(one)
             times = sorted(each.milliseconds for each in found)
-            if any(high <= SAME * low for low, high in itertools.pairwise(times)):
+            agree = any(high <= SAME * low for low, high in itertools.pairwise(times))
+            if agree or self._service.clock() > self._ends_at:
                 break
         return (found, 0) if found else (spoiled, others)
+
+    async def _strange(self) -> int:
+        """Return the requests of others since the last look."""
+        for _ in range(LOOKS):
+            facts = await self._service.facts(self._facts.model)
+            strange = facts.submitted - self._facts.submitted - self._sent - self._strangers
+            if strange >= 0:
+                break
+            # The statistics are some seconds old.
+            await self._sleep(LOOK_S)
+        self._strangers += max(0, strange)
+        return strange
 
     def _points(self) -> Iterator[tuple[str, bool, Callable[[], Awaitable[Observation | None]]]]:
         """Yield the points: what they are, whether they are to be warmed up, and their measurement."""
@@ -250,14 +267,19 @@ class Measurement:
         for length in sorted({min(length, longest) for length in PROMPTS}):
             yield f"a prompt of {length} tokens", True, lambda length=length: self._prompt(length)  # type: ignore[misc]
         most = self._most(self._facts.kv_tokens // (SHORT + 2 * ANSWER))
-        counts = sorted({min(count, most) for count in STREAMS})
-        for count in counts:
-            measure = lambda count=count: self._side_by_side(count, SHORT)  # noqa: E731
-            yield f"{count} answer{'s' if count > 1 else ''} at once", count in (1, most), measure
+        counts = {min(count, most) for count in STREAMS}
+
+        def answers(count: int) -> tuple[str, bool, Callable[[], Awaitable[Observation | None]]]:
+            about = f"{count} answer{'s' if count > 1 else ''} at once"
+            return about, count in (1, most), lambda: self._side_by_side(count, SHORT)
+
+        # The extremes first: a slow device has no time for the rest.
+        yield from map(answers, sorted({1, most}))
         count = self._most(CONTEXT_STREAMS)
         for about, share in CONTEXTS.items():
             measure = lambda share=share: self._side_by_side(count, self._context(count, share))  # noqa: E731
-            yield f"{count} answers with {about} contexts", share == 1, measure
+            yield f"{count} answers with {about} contexts", False, measure
+        yield from map(answers, sorted(counts - {1, most}, reverse=True))
 
     def _most(self, count: int) -> int:
         return max(1, min(count, self._facts.max_num_seqs))
@@ -282,8 +304,11 @@ class Measurement:
     async def _side_by_side(self, count: int, prompt: int) -> Observation | None:
         """Measure the step in which `count` answers run side by side."""
         steps = math.ceil(count * prompt / max(self._step_tokens // 2, 1))
-        answers = await self._send([prompt] * count, ANSWER + 2 * steps + 4)
-        return step_of(answers, prompt)
+        answers = await self._send([prompt] * count, self._stretch * (ANSWER + 2 * steps + 4))
+        found = step_of(answers, prompt)
+        if found is None:
+            self._stretch = min(2 * self._stretch, MOST_STRETCH)
+        return found
 
     async def _send(self, prompts: Sequence[int], tokens: int) -> list[Answer]:
         """Send requests at once, and return their answers.

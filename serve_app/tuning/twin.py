@@ -258,15 +258,16 @@ class Replica:
     # The batcher
 
     def _fits(self, request: Request) -> bool:
-        """Return whether a live request fits; rows give way."""
-        live = self._records - self._row_records
-        return not live or (
-            self._held - self._row_held + request.reserved <= self._capacity and live < self._most
-        )
+        """Return whether a live request fits; rows give way, but for those that end their prompt now."""
+        live, held = self._records - self._row_records, self._held - self._row_held
+        stay = sum(each.reserved for each in self._firsts if each.number < 0)
+        if stay and held + stay + request.reserved > self._capacity:
+            return False
+        return not live or (held + request.reserved <= self._capacity and live < self._most)
 
     def _enter(self, request: Request, now: float) -> None:
-        while self._running_rows and self._held + request.reserved > self._capacity:
-            self._displace(now)
+        while self._held + request.reserved > self._capacity and self._displace(now):
+            pass
         self._records += 1
         self._hold(request.reserved, now)
         self._submit(request, now, self._live)
@@ -298,8 +299,28 @@ class Replica:
             self._row_held -= request.reserved
         self._hold(-request.reserved, now)
 
-    def _displace(self, now: float) -> None:
-        """Stop the youngest row that decodes; the batcher starts it again, with its tokens in the prompt."""
+    def _displace(self, now: float, *, place: bool = False) -> bool:
+        """Stop the youngest row; the batcher starts it again, with its tokens in the prompt.
+
+        Args:
+            now: The time.
+            place: Whether the row has to have a place in the engine.
+
+        Returns:
+            False: No row can be stopped.
+        """
+        rows = self._rows
+        if (rows.waiting and not place) or rows.partial:
+            row = rows.partial if place or not rows.waiting else rows.waiting.pop()
+            assert row is not None
+            if row is rows.partial:
+                rows.partial, row._left = None, row.computed
+                self._seats -= 1
+            self._leave(row, now)
+            self._again.append(row)
+            return True
+        if not self._running_rows:
+            return False
         row = self._running_rows.pop()
         made = self._step - 1 - row._began
         last = row._began + row.output - 1
@@ -311,6 +332,7 @@ class Replica:
         self._leave(row, now)
         prompt = row.prompt + 1 + made
         self._again.append(Request(-1, 0.0, prompt, prompt, row.output - 1 - made, row.reserved, 0.0))
+        return True
 
     # The engine
 
@@ -357,7 +379,7 @@ class Replica:
         for request in ended:
             self._leave(request, now)
         # The engine has begun its next step when the batcher hears of the ends.
-        if ended:
+        if ended or self._queue:
             while self._queue and self._fits(self._queue[0]):
                 self._enter(self._queue.popleft(), now)
             self._fill(now)
@@ -399,10 +421,9 @@ class Replica:
                     if not lane.waiting or lane.waiting[0]._visible > step:
                         break
                     if self._seats >= self._places:
-                        if rows or not self._running_rows:
+                        if rows or not self._displace(now, place=True):
                             break
-                        self._displace(now)
-                        budget += 1
+                        budget = self._budget - self._decoding - prompts
                     request = lane.waiting.popleft()
                     self._seats += 1
                 chunk = min(request._left, budget)
@@ -470,7 +491,7 @@ class Fleet:
     """Replicas with the same settings, and the router in front of them.
 
     A request reaches its replica `request_ms` after it was sent. `serial_ms` of that time are taken one
-    request after the other, with an exponential spread: requests of a burst come one by one.
+    request after the other, give or take a half: requests of a burst come one by one.
 
     Args:
         profile: The device of each replica.
@@ -569,7 +590,7 @@ class Fleet:
         """Return when a request reaches its replica."""
         at = request.sent_at
         if self._serial_s:
-            at = self._free_at = max(self._free_at, at) + self._serial_s * self._numbers.expovariate(1.0)
+            at = self._free_at = max(self._free_at, at) + self._serial_s * self._numbers.uniform(0.5, 1.5)
         return at + self._way_s, request
 
     def _route(self, request: Request) -> Replica:

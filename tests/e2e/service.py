@@ -20,7 +20,8 @@ import httpx
 import psutil
 import yaml
 
-from serve_app.cli.dashboard import TOKEN_FILE, Dashboard
+from serve_app.cli.dashboard import Dashboard
+from serve_app.system.private_files import token_file
 from tests.ports import free_port as free_port
 from tests.progress import ANSWER_S, STILL_S, Work, run, wait_until
 
@@ -173,7 +174,7 @@ class Service:
     def deploy(self, config: dict[str, Any]) -> None:
         """Deploy another config, as `serve deploy` does; return when the change has begun."""
         self.status()
-        token = os.environ.get("RAY_AUTH_TOKEN") or TOKEN_FILE.read_text().strip()
+        token = os.environ.get("RAY_AUTH_TOKEN") or token_file().read_text().strip()
         headers = {"authorization": f"Bearer {token}"}
         httpx.put(self._dashboard.url, json=config, headers=headers, timeout=ANSWER_S).raise_for_status()
 

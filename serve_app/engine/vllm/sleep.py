@@ -33,7 +33,7 @@ def check_sleep_mode(settings: LLMSettings) -> None:
     raise SettingsError(
         f"models[{settings.id}].share: vLLM has no sleep mode on this device "
         f"({current_platform.device_name}); leave share out, serve the model on a GPU, or try it on a "
-        "simulated device (simulate: h100-8b)"
+        "simulated device (simulate: h100-7b)"
     )
 
 

@@ -46,7 +46,7 @@ def test_the_file_has_the_profile_of_the_engine(
     assert "a step of mine: 10 ms, 0.05 ms per token of a prompt, 0.3 ms per sequence" in shown.out
     assert "a prompt of 2048 tokens" in shown.out
     assert f"written to {path}" in shown.out
-    assert "1 of 13: a prompt of 64 tokens" in shown.err
+    assert "1 of 12: a prompt of 64 tokens" in shown.err
     # A second time it is asked for.
     assert ask("http://there", "--output", path) == 2
     assert "exists; add --overwrite" in capsys.readouterr().err

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from itertools import islice, pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -162,6 +163,37 @@ def test_given_requests_that_come_too_late_are_refused() -> None:
 
 
 # Measured services
+
+H100_LOOPS = {
+    # Streams: tokens/s, TTFT p50 and p99 in ms, TPOT p50 in ms, requests.
+    1: (158.3, 20.4, 27.5, 6.2, 10),
+    32: (3_780, 151.4, 256.4, 7.2, 288),
+    128: (8_883, 455.4, 774.9, 10.7, 768),
+    256: (11_080, 681.8, 1_554.8, 17.8, 1_024),
+}
+
+
+@pytest.mark.parametrize("streams", H100_LOOPS)
+def test_a_real_h100_has_the_figures_of_the_model(streams: int) -> None:
+    """256 tokens in, 128 out; the release of that day scheduled requests in the order of their arrival."""
+    *measured, requests = H100_LOOPS[streams]
+    device, load = PROFILES["h100-7b"], work()
+    runs = []
+    for seed in range(9):
+        fleet = Fleet(device, Settings.of(device, live_first=False), 1, load, seed=seed)
+        found = closed_loop(fleet, load, 0, streams=streams, requests=requests).requests
+        ttft = percentiles([each.ttft_s * 1e3 for each in found], (0.5, 0.99))
+        tpot = percentiles([each.tpot_s * 1e3 for each in found], (0.5,))
+        runs.append((requests * 128 / max(each.ended_at for each in found), *ttft, *tpot))
+    ratios = [median(run) / seen for run, seen in zip(zip(*runs, strict=True), measured, strict=True)]
+    print(f"{streams} streams:", *(f"{ratio:.2f}" for ratio in ratios))
+    throughput, first, last_first, pace = ratios
+    assert throughput == pytest.approx(1, abs=0.03)
+    assert pace == pytest.approx(1, abs=0.05)
+    # One process serves 256 streams, and the model has no CPU.
+    assert first == pytest.approx(1, abs=0.05 if streams < 256 else 0.2)
+    # The p99 of ten requests is the slowest, and that of bursts has the CPU of 32 first tokens in it.
+    assert last_first == pytest.approx(1, abs=0.05 if streams > 32 else 0.25)
 
 
 def closed(
