@@ -1,4 +1,4 @@
-"""Sends a row until it has a final answer."""
+"""Sends a row, and retries it until it has a final answer."""
 
 import asyncio
 import logging
