@@ -193,7 +193,7 @@ def test_the_goal_is_for_the_flood_within_the_capacity() -> None:
 
 def test_the_goal_of_the_throughput_is_for_a_slot_per_adapter(tmp_path: Path) -> None:
     adapters = dict.fromkeys(NAMES, tmp_path)
-    plan = throughput.Plan(MODELS["h100-8b"](tmp_path), adapters, (8, 4), 1, 1.0)
+    plan = throughput.Plan(MODELS["h100-7b"](tmp_path), adapters, (8, 4), 1, 1.0)
     samples = {OURS: {"tokens_per_s": {0: 90.0}}, VLLM: {"tokens_per_s": {0: 100.0}}}
     made = throughput.tables(plan, {(slots, "Zipf"): samples for slots in (8, 4)})
     relation = "output tokens/s: saturate / vllm serve"

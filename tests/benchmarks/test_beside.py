@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from serve_app.settings.models import LLMSettings
+from serve_app.simulation.profiles import PROFILES
 from tests.benchmarks.beside import plot
 from tests.benchmarks.beside.__main__ import main
 from tests.benchmarks.beside.runs import (
@@ -37,7 +38,7 @@ from tests.benchmarks.beside.trace import show as show_stations
 from tests.benchmarks.beside.traffic import TOKENS, TTFT_P99, Rows, Seen, Traffic, send
 from tests.benchmarks.measuring import Row, Table
 from tests.benchmarks.serve.client import Answer
-from tests.benchmarks.serve.models import DEVICES, Model, simulated
+from tests.benchmarks.serve.models import Model, simulated
 from tests.benchmarks.serve.running import Server, UnavailableError
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: %s\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -210,7 +211,7 @@ def test_every_case_runs_on_every_system_and_servers_are_started_once(tmp_path: 
 @pytest.mark.parametrize("name", CASES)
 def test_one_row_of_each_case_fits_into_the_device(name: str) -> None:
     case = CASES[name]
-    profile = DEVICES[DEVICE_OF[case.device].profile]
+    profile = PROFILES[DEVICE_OF[case.device].profile]
     assert case.rows.prompt + 1.5 * case.rows.answer <= profile.max_model_len
     assert simulated(profile).engine["max_num_seqs"] >= profile.max_num_seqs
     LLMSettings.model_validate({"id": "demo", **simulated(profile).settings})

@@ -11,10 +11,11 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from serve_app.engine.vllm.options import vllm_args
 from serve_app.settings.models import LLMSettings
+from serve_app.simulation.profiles import PROFILES
 from tests.benchmarks.serve.__main__ import main
 from tests.benchmarks.serve.client import Answer, Connections
 from tests.benchmarks.serve.loads import ALL_LOADS, CHUNK, DEVICE_LOADS, SERIES
-from tests.benchmarks.serve.models import DEVICES, MODELS
+from tests.benchmarks.serve.models import MODELS
 from tests.benchmarks.serve.servers import DEFAULT_ON_DEVICE, OURS, VLLM, flags
 from tests.benchmarks.serve.tables import DEVICE_TARGETS, targets
 from tests.benchmarks.serve.ways import Run, ways
@@ -94,16 +95,16 @@ def test_every_load_of_a_device_reaches_both_servers() -> None:
 
 
 def test_targets_are_those_of_the_device() -> None:
-    assert set(DEVICE_TARGETS) <= set(DEVICES) <= set(MODELS)
+    assert set(DEVICE_TARGETS) <= set(PROFILES) <= set(MODELS)
     for loads in DEVICE_TARGETS.values():
         assert set(loads) <= set(DEVICE_LOADS)
-    assert targets("device-1", "l4-7b") != targets("device-1", "h100-8b")
+    assert targets("device-1", "l4-7b") != targets("device-1", "h100-7b")
     for name in DEVICE_LOADS:
         assert targets(name, "h100-70b-tp4")
     assert DEFAULT_ON_DEVICE[:2] == [OURS, VLLM]
 
 
-@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("name", PROFILES)
 def test_both_servers_run_on_the_same_device(name: str, tmp_path: Path) -> None:
     device = MODELS[name](tmp_path)
     theirs = make_arg_parser(FlexibleArgumentParser()).parse_args(flags(device.engine))
@@ -116,10 +117,10 @@ def test_both_servers_run_on_the_same_device(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--device", "h100-8b", "--only", "stream-1"], "stream-1: not a load for this"),
+        (["--device", "h100-7b", "--only", "stream-1"], "stream-1: not a load for this"),
         (["--only", "device-1"], "device-1: not a load for this"),
-        (["--device", "h100-8b", "--server", "ray.serve.llm"], "ray.serve.llm: doesn't run on a simulated"),
-        (["--device", "h100-8b", "--model", "75m"], "--model and --device exclude each other"),
+        (["--device", "h100-7b", "--server", "ray.serve.llm"], "ray.serve.llm: doesn't run on a simulated"),
+        (["--device", "h100-7b", "--model", "75m"], "--model and --device exclude each other"),
     ],
 )
 def test_options_that_contradict_each_other(

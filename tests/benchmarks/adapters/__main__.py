@@ -22,7 +22,7 @@ RESULTS = report.RESULTS / "adapters.json"
 CPU = "none"
 """Name of the device that is none: the demo model runs on the CPU."""
 
-DEVICES = {"throughput": "h100-8b", "flood": "l4-7b"}
+DEVICES = {"throughput": "h100-7b", "flood": "l4-7b"}
 """Devices of the parts. The step of an L4 hardly grows with the requests in it, so its others can be served
 beside a flood as fast as without; what is left is the order of the queue."""
 

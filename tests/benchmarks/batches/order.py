@@ -35,16 +35,16 @@ from serve_app.jobs.rows import Result, RowAnswer
 from serve_app.jobs.storage import add_file
 from serve_app.jobs.store import Store
 from serve_app.settings.ingress import IngressSettings
+from serve_app.simulation.profiles import PROFILES
 from serve_app.stats import ReplicaStats
 from tests.benchmarks import report
 from tests.benchmarks.beside.virtual import HOST_S, SUBMIT_S
 from tests.benchmarks.measuring import Row, Table, progress
-from tests.benchmarks.serve.models import DEVICES
 from tests.serve_app.jobs.helpers import limits_of
 from tests.serve_app.simulation.virtual_engine import LiveFirstEngine, VirtualEngine, virtual_engines
 
 RESULTS = report.RESULTS / "batches-order.json"
-DEVICE = "measured-h100"
+DEVICE = "h100-7b"
 CHAT, GENERATE = "/v1/chat/completions", "/generate"
 OWN_TOKENS = 64
 """Tokens of a prompt behind its prefix."""
@@ -75,7 +75,7 @@ class Load:
     template: int = 0
     in_flight: int = 100
     seed: int = 5
-    kv_tokens: int = DEVICES[DEVICE].kv_tokens
+    kv_tokens: int = PROFILES[DEVICE].kv_tokens
 
     def lines(self) -> Iterator[bytes]:
         """Yield the lines of the input."""
@@ -284,7 +284,7 @@ def in_order_of_input(plan: RowPlan) -> RowPlan:
 @contextmanager
 def _engines(count: int, kv_tokens: int) -> Iterator[list[VirtualEngine]]:
     """Return engines, each with a clock of its own."""
-    device = DEVICES[DEVICE].model_dump() | {"load_s": 0.0, "kv_tokens": kv_tokens}
+    device = PROFILES[DEVICE].model_dump() | {"load_s": 0.0, "kv_tokens": kv_tokens}
     with ExitStack() as stack:
         engines = []
         for _ in range(count):

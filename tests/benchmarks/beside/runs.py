@@ -14,11 +14,12 @@ from typing import Any
 import httpx
 import openai
 
+from serve_app.simulation.profiles import PROFILES
 from tests.benchmarks.batches.live import API, FIRST_ROW, beside_batch, write_rows
 from tests.benchmarks.beside.traffic import WARM_UP_S, Rows, Seen, Traffic, send
 from tests.benchmarks.measuring import Row, Table, progress
 from tests.benchmarks.serve.groups import CLIENT
-from tests.benchmarks.serve.models import DEVICES, Model, about, simulated
+from tests.benchmarks.serve.models import Model, about, simulated
 from tests.benchmarks.serve.running import Server, UnavailableError, with_log
 from tests.benchmarks.serve.servers import saturate, vllm_serve
 from tests.e2e.service import ROOT
@@ -92,7 +93,7 @@ class Case:
     earlier_bounds: Sequence[float] = ()
 
 
-DEVICE_OF: Mapping[str, Device] = {"l4": Device("l4-7b", 2.0), "h100": Device("measured-h100", 4.0)}
+DEVICE_OF: Mapping[str, Device] = {"l4": Device("l4-7b", 2.0), "h100": Device("h100-7b", 4.0)}
 """Devices by name."""
 
 CASES: Mapping[str, Case] = {
@@ -320,7 +321,7 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="saturate-bench-") as folder:
         for group in by_server(planned):
             waiting = [run.name for run in group]
-            model = simulated(DEVICES[DEVICE_OF[group[0].device].profile])
+            model = simulated(PROFILES[DEVICE_OF[group[0].device].profile])
             try:
                 with start(group[0].system, model, Path(folder)) as server:
                     for run in group:

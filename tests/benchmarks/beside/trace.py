@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from batcher.stats import percentiles
+from serve_app.simulation.profiles import PROFILES
 from serve_app.system.processes import adopt_orphans
 from tests.benchmarks import report
 from tests.benchmarks.beside.runs import BATCH, DEVICE_OF, OURS, runs, send_load
 from tests.benchmarks.measuring import Row, Table, go_first, progress
 from tests.benchmarks.serve.client import Answer
-from tests.benchmarks.serve.models import DEVICES, simulated
+from tests.benchmarks.serve.models import simulated
 from tests.benchmarks.serve.running import with_log
 
 RESULTS = report.RESULTS / "beside-trace.json"
@@ -163,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="saturate-bench-") as name:
         folder = Path(name)
         traces = {"endpoint": f"file://{folder}/spans", "sample_ratio": 0.0}
-        model = simulated(DEVICES[DEVICE_OF[run.device].profile])
+        model = simulated(PROFILES[DEVICE_OF[run.device].profile])
         with run.system.start(model, folder, {"traces": traces}) as server:
             progress(f"{run.name}: {run.expected_s:.0f} s")
             with with_log(server, run.name):

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from serve_app.engine.vllm.scheduler import GOALS
+from serve_app.simulation.profiles import PROFILES
 from tests.benchmarks.beside.runs import ARRIVAL, DEVICE_OF, OURS, PRIORITIES, Run, System
 from tests.benchmarks.beside.traffic import LIVE_IN, LIVE_OUT, Rows, Seen, Traffic
 from tests.benchmarks.measuring import Table
 from tests.benchmarks.serve.client import Answer
-from tests.benchmarks.serve.models import DEVICES, Model
+from tests.benchmarks.serve.models import Model
 from tests.benchmarks.serve.running import Server, UnavailableError
 from tests.serve_app.simulation.virtual_engine import LiveFirstEngine, VirtualEngine, virtual_engines
 
@@ -34,7 +35,7 @@ def start(system: System, model: Model, folder: Path) -> Iterator[Server]:
 def take(run: Run, server: Server, seed: int) -> Table:
     """Return the figures of a run in virtual time."""
     kind, traffic = run.system.kind, run.traffic
-    profile = DEVICES[DEVICE_OF[run.device].profile].model_copy(update={"load_s": 0.0})
+    profile = PROFILES[DEVICE_OF[run.device].profile].model_copy(update={"load_s": 0.0})
     policy = "fcfs" if kind == ARRIVAL else "priority"
     with virtual_engines(LiveFirstEngine if kind == OURS else VirtualEngine) as start:
         engine = start(engine={"scheduling_policy": policy}, **profile.model_dump())

@@ -7,11 +7,12 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 
+from serve_app.simulation.profiles import PROFILES
 from tests.benchmarks import report
 from tests.benchmarks.measuring import Table, go_first
 from tests.benchmarks.serve import plot, tables
 from tests.benchmarks.serve.loads import ALL_LOADS, DEVICE_LOADS, LOADS
-from tests.benchmarks.serve.models import DEVICES, GPU_MODELS, MODELS, about
+from tests.benchmarks.serve.models import GPU_MODELS, MODELS, about
 from tests.benchmarks.serve.rounds import START, Found, Plan, measure
 from tests.benchmarks.serve.servers import DEFAULT, DEFAULT_ON_DEVICE, ON_DEVICE, OURS, SERVERS, VARIANTS
 from tests.benchmarks.serve.ways import ways
@@ -31,7 +32,7 @@ numbers to keep, on a machine without other load; more if ranges are wide.
 
 examples:
   make bench NAME=serve
-  make bench NAME=serve ARGS="--device h100-8b"
+  make bench NAME=serve ARGS="--device h100-7b"
   make bench NAME=serve ARGS="--only stream-32 --server saturate --server 'vllm serve' --rounds 3"
   make bench-gpu ARGS="--rounds 3"
 """
@@ -58,14 +59,14 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model",
         metavar="NAME",
-        choices=[name for name in MODELS if name not in DEVICES],
+        choices=[name for name in MODELS if name not in PROFILES],
         help="serve this one to all loads (each has a model of its own)",
     )
     parser.add_argument(
         "--device",
         metavar="NAME",
-        choices=DEVICES,
-        help=f"serve on a simulated device, with loads for it: {', '.join(DEVICES)}",
+        choices=PROFILES,
+        help=f"serve on a simulated device, with loads for it: {', '.join(PROFILES)}",
     )
     parser.add_argument("--quick", action="store_true", help="a quarter of each load")
     parser.add_argument("--check", action="store_true", help="end with status 1 if a target is missed")

@@ -11,15 +11,10 @@ from typing import Any
 import yaml
 
 from serve_app.simulation.options import engine_options
-from serve_app.simulation.profiles import PROFILES, Profile, read_profile
+from serve_app.simulation.profiles import PROFILES, Profile
 from tests.e2e.service import ROOT
 
 DEMO = ROOT / "serve_app/demo/model"
-
-MEASURED = ROOT / "tests/benchmarks/profiles/h100-qwen2.5-7b.yaml"
-
-DEVICES: Mapping[str, Profile] = {**PROFILES, "measured-h100": read_profile(str(MEASURED))}
-"""Profiles of simulated devices by name: the built-in ones, and a measured one."""
 
 FRONT = {"enable_auto_tool_choice", "tool_call_parser", "reasoning_parser", "chat_template"}
 """Options of a server, which `vllm.LLM` doesn't know."""
@@ -176,7 +171,7 @@ def tiny(folder: Path) -> Model:
 
 def device(name: str, folder: Path) -> Model:
     """Return the demo model on a simulated device that loads at once and whose cache no load fills."""
-    return simulated(DEVICES[name].model_copy(update={"kv_tokens": 6_000_000, "max_model_len": 262_144}))
+    return simulated(PROFILES[name].model_copy(update={"kv_tokens": 6_000_000, "max_model_len": 262_144}))
 
 
 def simulated(profile: Profile) -> Model:
@@ -187,7 +182,7 @@ def simulated(profile: Profile) -> Model:
 
 def about(name: str) -> str:
     """Return a short description of a model."""
-    if name in DEVICES:
+    if name in PROFILES:
         return f"the simulated device {name}"
     if name not in SHAPES:
         return "the demo model"
@@ -222,6 +217,6 @@ MODELS: Mapping[str, Callable[[Path], Model]] = {
     "75m": small,
     "7b": large,
     "7b-tiny": tiny,
-    **{name: partial(device, name) for name in DEVICES},
+    **{name: partial(device, name) for name in PROFILES},
 }
 """Factories of the models, by name; each gets a folder for files."""

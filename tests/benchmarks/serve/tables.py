@@ -124,7 +124,7 @@ _DEVICE: Mapping[str, Sequence[Target]] = {
 }
 DEVICE_TARGETS: Mapping[str, Mapping[str, Sequence[Target]]] = {
     "l4-7b": {f"device-{n}": _LEVEL for n in (1, 32, 64)},
-    "h100-8b": {
+    "h100-7b": {
         "device-1": (_CLOSE[0], Target("ttft_p50_ms", VLLM, by="-", at_most=2.0)),
         "device-8": _CLOSE,
         "device-32": (*_CLOSE, Target("ttft_p50_ms", VLLM, by="-")),

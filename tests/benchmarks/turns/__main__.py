@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=EPILOG,
     )
-    parser.add_argument("--device", choices=PROFILES, default="h100-8b", help="the device (h100-8b)")
+    parser.add_argument("--device", choices=PROFILES, default="h100-7b", help="the device (h100-7b)")
     parser.add_argument("--load", type=float, default=15.0, help="requests per second of all models (15)")
     parser.add_argument("--seconds", type=float, default=60.0, help="time in which requests come (60)")
     parser.add_argument("--min-turn-s", type=float, default=5.0, help="min_turn_s (5)")

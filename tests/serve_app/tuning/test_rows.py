@@ -91,7 +91,5 @@ def test_a_batch_that_needs_more_tokens_gets_more_replicas() -> None:
         return Search(Trials(H100, wanted, goals), most).plan().answer.replicas
 
     assert plan(15_000) == 3
-    with pytest.raises(
-        NoPlanError, match=r"miss 15000 tokens/s for the batch: the best settings .* tok"
-    ):
+    with pytest.raises(NoPlanError, match=r"miss 15000 tokens/s for the batch: the best settings .* tok"):
         plan(15_000, most=2)
