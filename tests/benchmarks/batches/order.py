@@ -52,7 +52,7 @@ OWN_TOKENS = 64
 LENGTHS, OUTPUTS = (1000, 3500), (16, 48)
 """Bounds of the tokens of a prefix and of an answer."""
 
-LEAST, LEAST_APART = 2.5, 0.99
+LEAST, LEAST_APART = 2.4, 0.99
 """Targets of the rows per second in the order of the plan, in those of the order of the input: with shared
 prefixes and without."""
 
