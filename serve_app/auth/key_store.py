@@ -23,9 +23,22 @@ logger = logging.getLogger("ray.serve")
 POLL_S = 2.0
 """Seconds between two checks of the keys file."""
 
-OPEN = frozenset({"/health", "/ping", "/version", "/openapi.json", "/docs"})
-"""Paths that need no key, for probes and for readers of the API's documentation. The answers have the state
-of the models, versions and routes, and nothing about keys or tenants."""
+OPEN = frozenset(
+    {
+        "/health",
+        "/ping",
+        "/version",
+        "/openapi.json",
+        "/docs",
+        "/",
+        "/page.css",
+        "/page.js",
+        "/stats.html",
+    }
+)
+"""Paths that need no key, for probes, for readers of the API's documentation, and for the page, which asks
+for a key itself. The answers have the state of the models, versions and routes, and nothing about keys or
+tenants."""
 
 
 class Caller:

@@ -247,12 +247,11 @@ class APIDocument:
         add(
             "get",
             "/stats",
-            "The batcher of every replica; in a browser a page.",
+            "The batcher of every replica; a browser is sent to the page.",
             query=("format",),
             answer=refs[ServiceStats, "serialization"],
         )
-        add("get", "/stats.html", "A page with live figures.", kind="text/html")
-        add("get", "/", "A page with the models and examples.", kind="text/html")
+        add("get", "/", "A page: chats, batches, live figures, keys and use.", kind="text/html")
         add("get", DOCUMENT, "This document.")
         add("get", PAGE, "A page that shows this document.", kind="text/html")
         return paths, definitions.get("$defs", {}) | {"Error": ERROR}

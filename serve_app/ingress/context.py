@@ -13,6 +13,7 @@ from serve_app.api.scheduling import Scheduling, SchedulingFields, scheduling_of
 from serve_app.auth.key_store import OPEN, Caller, KeyStore
 from serve_app.ingress.body import BodyBudget, HeldBody
 from serve_app.ingress.http10 import TooLargeError, WholeAnswer
+from serve_app.ingress.pages import wants_page, with_slash
 from serve_app.telemetry.request_tracker import RequestTracker, TrackedRequest
 
 RATE_LIMIT_HEADERS = tuple(
@@ -155,7 +156,10 @@ class RequestMiddleware:
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the application for a request that may come in, and end what the request holds."""
         context = context_of(scope)
-        if self._access is not None and path_of(scope) not in OPEN:
+        if not path_of(scope):
+            await with_slash(scope)(scope, receive, send)
+            return
+        if self._access is not None and path_of(scope) not in OPEN and not wants_page(scope):
             try:
                 host, *_ = scope.get("client") or (None,)
                 context.caller = self._access.authenticate(scope["headers"], host)

@@ -30,6 +30,7 @@ from serve_app.ingress.batches import Forward
 from serve_app.ingress.body import BodyBudget, look, read_body, weight
 from serve_app.ingress.context import RequestMiddleware, context_of
 from serve_app.ingress.models import ServedModels
+from serve_app.ingress.pages import page_routes
 from serve_app.ingress.relay import LostEngines, Relay, RelayResponse
 from serve_app.ingress.status import BATCHES, QUOTAS, Health, Status, deployment_stats
 from serve_app.ledger.callers import LostCalls
@@ -105,7 +106,7 @@ class Ingress:
             others["batches"] = self._batches.stats
         if quotas is not None:
             others["quotas"] = partial(deployment_stats, QUOTAS, quotas, self._running(QUOTAS))
-        self._status = Status(settings.models, self._health, self._engines, others)
+        self._status = Status(self._health, self._engines, others)
         self._models = ServedModels(settings.models, self._status.replicas)
         self._admin = Admin(settings, self._access, self._engines, self._health.running, self._models)
         use_batch_scheduling(RELAY_NICE)
@@ -125,6 +126,7 @@ class Ingress:
                 Route(VERSION, self._versions),
                 Route(DOCUMENT, self._describe),
                 Route(PAGE, self._describe),
+                *page_routes(),
                 Route("/v1/models", self._list_models),
                 Route("/v1/models/{model:path}", self._model),
                 *self._admin.routes(),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
-from serve_app.api.routes import POOLING, PROCESS, listed, named
+from serve_app.api.routes import POOLING, PROCESS, SAME, listed, named
 from serve_app.api.validation import suggestion
 from serve_app.settings.adapters import adapters_by_id
 from serve_app.settings.models import ModelSettings
@@ -196,7 +196,8 @@ class ServedModels(Collection[str]):
     def card(self, name: str, allowed: Collection[str] | None = None) -> Awaitable[JSON]:
         """Return a model or an adapter as `/v1/models` shows it: OpenAI's fields, those of vLLM, and ours.
 
-        Ours are `kind`, and with a simulated device `simulated`, the name of its profile.
+        Ours are `kind`, `routes` that it may serve, and with a simulated device `simulated`, the name of its
+        profile.
 
         Args:
             name: The model or adapter.
@@ -219,6 +220,7 @@ class ServedModels(Collection[str]):
             "max_model_len": await self.context(model.id),
             "permission": [],
             "kind": model.kind,
+            "routes": [route for route in model.routes if route not in SAME],
             **({"simulated": model.profile} if model.profile else {}),
         }
 

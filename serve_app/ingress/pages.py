@@ -1,112 +1,93 @@
-"""The pages for people: `/` has the models and examples, `/docs` the API, `/stats.html` live figures."""
+"""The pages for people: `/` has the chat, batches, live figures and use of keys, `/docs` the API."""
 
+import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Route
+from starlette.types import Scope
 
+from serve_app.api.errors import path_of
 from serve_app.api.protocol import JSON
-from serve_app.api.routes import EMBEDDINGS, PROCESS
-from serve_app.settings.models import ModelSettings
 
-STATS_PAGE = Path(__file__).with_name("stats_page.html").read_text()
-"""Shows `/stats` as it changes; a page without other files."""
+FOLDER = Path(__file__).with_name("page")
 
-_PAGE = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>saturate</title>
-<style>
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 46rem; margin: 3rem auto; padding: 0 1rem; }}
-pre {{ background: #f4f4f4; padding: 1rem; overflow-x: auto; border-radius: 6px; }}
-td, th {{ text-align: left; padding: .2rem 1.5rem .2rem 0; }}
-@media (prefers-color-scheme: dark) {{
-  body {{ background: #16181c; color: #ddd; }} pre {{ background: #23262c; }} a {{ color: #8ab4f8; }}
-}}
-</style>
-<h1>saturate</h1>
-<p>Models served here: {models}.</p>
-<h2>Call it</h2>
-{examples}
-<h2>Routes</h2>
-<table>
-<tr><td><code>POST /generate</code></td><td>a list of prompts in, a list of results out</td></tr>
-<tr><td><code>POST /process</code></td><td>a list of records in, a list of results out</td></tr>
-<tr><td><code>/v1/…</code></td><td>the OpenAI API, as vLLM has it: chats, embeddings, scores</td></tr>
-<tr><td><a href="docs"><code>GET /docs</code></a></td><td>all routes and their fields</td></tr>
-<tr><td><a href="v1/models"><code>GET /v1/models</code></a></td><td>the models</td></tr>
-<tr><td><a href="health"><code>GET /health</code></a></td><td>200 once a model can answer</td></tr>
-<tr><td><a href="stats"><code>GET /stats</code></a></td><td>each replica's batcher: JSON, or live</td></tr>
-</table>
-</html>
-"""
+FILES = {
+    "/": ("page.html", "text/html; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+}
+"""The files of the page and their types, by route. They say nothing about the service, and need no key."""
 
+LIVE = "/stats.html"
+"""The former address of the live figures."""
 
-_LLM = """<pre>curl {url}/generate -H 'content-type: application/json' \\
-  -d '{{"model": "{model}", "prompts": ["What is 47+28?"], "temperature": 0}}'</pre>
-<pre>from openai import OpenAI
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "connect-src 'self'",
+        # The icon of the page is in its HTML.
+        "img-src data:",
+        "frame-ancestors 'none'",
+        "base-uri 'none'",
+        "form-action 'none'",
+    )
+)
 
-client = OpenAI(base_url="{url}/v1", api_key="none")
-answer = client.chat.completions.create(
-    model="{model}", messages=[{{"role": "user", "content": "What is 47+28?"}}])
-print(answer.choices[0].message.content)</pre>"""
-
-_FUNCTION = """<pre>curl {url}/process -H 'content-type: application/json' \\
-  -d '{{"model": "{model}", "records": ["What is 47+28?"]}}'</pre>"""
-
-_EMBEDDINGS = """<pre>from openai import OpenAI
-
-client = OpenAI(base_url="{url}/v1", api_key="none")
-answer = client.embeddings.create(model="{model}", input=["What is 47+28?"])
-print(answer.data[0].embedding)</pre>"""
-
-_RERANK = """<pre>curl {url}/v1/rerank -H 'content-type: application/json' \\
-  -d '{{"model": "{model}", "query": "a pet", "documents": ["A cat sleeps.", "Rates rose."]}}'</pre>"""
+HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    # A browser asks each time, and gets a 304 for the same file: replicas of two versions may answer.
+    "cache-control": "no-cache",
+}
 
 
-def base_url(request: Request) -> str:
-    """Return the URL of the service, as the client of a request reaches it."""
-    url = request.base_url
-    # A proxy that ends TLS says so. A client that says so itself misleads itself only.
-    if (scheme := request.headers.get("x-forwarded-proto")) in {"http", "https"}:
-        url = url.replace(scheme=scheme)
-    return str(url).rstrip("/")
+def page_routes() -> list[Route]:
+    """Return the routes of the files of the page, and of its former address."""
+    files = [Route(path, _file(name, media_type)) for path, (name, media_type) in FILES.items()]
+    return [*files, Route(LIVE, to_live_view)]
 
 
-def page(models: Sequence[ModelSettings], url: str) -> str:
-    """Return the page as HTML.
+def _file(name: str, media_type: str) -> Any:
+    """Return the endpoint of a file."""
+    content = (FOLDER / name).read_bytes()
+    tag = hashlib.sha256(content).hexdigest()[:32]
+    headers = HEADERS | {"etag": f'"{tag}"'}
 
-    Args:
-        models: The models to show.
-        url: Where clients reach this service.
-    """
-    names = ", ".join(f"<code>{escape(model.id)}</code>" for model in models)
-    examples: dict[str, str] = {}
-    for model in models:
-        # One example of each kind, with its first model.
-        examples.setdefault(_example(model), model.id)
-    blocks = [example.format(url=escape(url), model=escape(name)) for example, name in examples.items()]
-    return _PAGE.format(models=names, examples="\n".join(blocks))
+    async def send(request: Request) -> Response:
+        # A proxy that compresses makes the tag a weak one.
+        if tag in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=headers)
+        return Response(content, media_type=media_type, headers=headers)
 
-
-def _example(model: ModelSettings) -> str:
-    """Return an example of a call to a model of this kind."""
-    if not model.pools:
-        return _LLM
-    examples = [_FUNCTION] if PROCESS in model.routes else []
-    if EMBEDDINGS in model.routes:
-        examples.append(_EMBEDDINGS)
-    return "\n".join(examples or [_RERANK])
+    return send
 
 
-def wants_page(request: Request) -> bool:
+async def to_live_view(request: Request) -> Response:
+    """Redirect to the live figures of the page."""
+    # Relative: a proxy in front may have taken a prefix off the path.
+    up = "../" if request.scope.get("raw_path", b"").endswith(b"/") else "./"
+    return RedirectResponse(f"{up}#live", headers={"vary": "accept", "cache-control": "no-store"})
+
+
+def with_slash(scope: Scope) -> Response:
+    """Return a redirect from a prefix to the page below it, whose addresses are relative."""
+    return RedirectResponse(f"./{scope['path'].rpartition('/')[2]}/")
+
+
+def wants_page(scope: Scope) -> bool:
     """Return whether a request for `/stats` comes from a browser that shows the answer."""
-    if request.url.path.endswith(".html"):
-        return True
+    if path_of(scope) != "/stats":
+        return False
+    request = Request(scope)
     return "text/html" in request.headers.get("accept", "") and request.query_params.get("format") != "json"
 
 

@@ -12,15 +12,14 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from serve_app.api.protocol import JSON
 from serve_app.auth.key_store import Caller
 from serve_app.ingress.context import context_of
-from serve_app.ingress.pages import STATS_PAGE, base_url, page, wants_page
+from serve_app.ingress.pages import to_live_view, wants_page
 from serve_app.quotas.counters import key_subject, tenant_subject
-from serve_app.settings.models import ModelSettings
 from serve_app.stats import ReplicaStats
 from serve_app.system import cancellation
 
@@ -302,20 +301,17 @@ class Status:
     """The routes that tell what the service does.
 
     Args:
-        models: The models, in the order of the config.
-        health: The state of their deployments.
+        health: The state of the models' deployments.
         engines: The handle of each model's Engine, by model id.
         others: Returns the statistics of another part of the service, by its key in the answer.
     """
 
     def __init__(
         self,
-        models: Sequence[ModelSettings],
         health: Health,
         engines: Mapping[str, DeploymentHandle[Any]],
         others: Mapping[str, Callable[[], Awaitable[JSON]]],
     ) -> None:
-        self._models = models
         self._health = health
         self._engines = engines
         self._others = others
@@ -323,20 +319,14 @@ class Status:
     def routes(self) -> list[Route]:
         """Return the routes."""
         return [
-            Route("/", self._index),
             Route("/health", self._report_health),
             Route("/ping", self._report_health, methods=["GET", "POST"]),
             Route("/stats", self._stats),
-            Route("/stats.html", self._stats),
         ]
 
     async def replicas(self, model: str) -> Sequence[ReplicaStats]:
         """Return the statistics of the replicas of a model; none if they can't be had now."""
         return [ReplicaStats.model_validate(entry) for entry in (await self._entries(model))["replicas"]]
-
-    async def _index(self, request: Request) -> Response:
-        models = [model for model in self._models if _may_use(request, model.id)]
-        return HTMLResponse(page(models, base_url(request)))
 
     async def _report_health(self, request: Request) -> Response:
         try:
@@ -349,8 +339,8 @@ class Status:
         return JSONResponse(health.body(), status_code=200 if health.ready else 503)
 
     async def _stats(self, request: Request) -> Response:
-        if wants_page(request):
-            return HTMLResponse(STATS_PAGE)
+        if wants_page(request.scope):
+            return await to_live_view(request)
         names = [model for model in self._engines if _may_use(request, model)]
         reports = await asyncio.gather(*map(self._entries, names))
         body: JSON = {"models": dict(zip(names, reports, strict=True))}

@@ -18,7 +18,17 @@ CONVERTOR = re.compile(r":[a-z]+}")
 MAX_PENDING = 2_000
 """Number of ended requests that are reported at once, before the next round of the reporter."""
 
-QUIET = {"/", "/health", "/ping", "/version", "/stats", "/stats.html", "/v1/models"}
+QUIET = {
+    "/",
+    "/page.css",
+    "/page.js",
+    "/health",
+    "/ping",
+    "/version",
+    "/stats",
+    "/stats.html",
+    "/v1/models",
+}
 """Routes about the service itself: probes call some of these routes every few seconds."""
 
 

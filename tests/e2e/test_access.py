@@ -108,7 +108,6 @@ def generate(client: httpx.Client, **more: Any) -> httpx.Response:
 @pytest.mark.parametrize(
     ("method", "path"),
     [
-        ("GET", "/"),
         ("GET", "/stats"),
         ("GET", "/v1/models"),
         ("POST", "/generate"),
@@ -118,7 +117,7 @@ def generate(client: httpx.Client, **more: Any) -> httpx.Response:
     ],
 )
 def test_without_a_key_there_is_only_what_is_about_the_service(guarded: str, method: str, path: str) -> None:
-    for open in ("/health", "/ping", "/version", "/openapi.json", "/docs"):
+    for open in ("/health", "/ping", "/version", "/openapi.json", "/docs", "/", "/page.js", "/page.css"):
         assert httpx.get(guarded + open, timeout=ANSWER_S).status_code == 200
     for headers in ({}, {"authorization": "Bearer sk-wrong"}):
         response = httpx.request(method, guarded + path, headers=headers)

@@ -105,7 +105,8 @@ def test_a_request_that_is_refused_has_a_line_too(http: httpx.Client) -> None:
 
 
 def test_a_browser_gets_the_page_and_a_program_the_numbers(http: httpx.Client) -> None:
-    page = http.get("/stats", headers={"accept": "text/html,*/*"})
+    page = http.get("/stats", headers={"accept": "text/html,*/*"}, follow_redirects=True)
     assert page.headers["content-type"].startswith("text/html")
-    assert page.text == http.get("/stats.html").text
+    assert page.url.fragment == "live"
+    assert page.text == http.get("/stats.html", follow_redirects=True).text
     assert "models" in http.get("/stats").json()

@@ -289,7 +289,7 @@ async def test_the_description_of_a_service_needs_no_key(
     open = {
         path for path in document["paths"] if document["paths"][path].get("get", {}).get("security") == []
     }
-    assert open == {"/health", "/ping", "/version", "/openapi.json", "/docs"}
+    assert open == {"/health", "/ping", "/version", "/openapi.json", "/docs", "/"}
     assert document["security"] == [{"key": []}]
     site.http.headers.pop("authorization")
     for path in document["paths"]:

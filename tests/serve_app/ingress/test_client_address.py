@@ -57,7 +57,7 @@ async def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
     monkeypatch.setenv("FORWARDED_ALLOW_IPS", "127.0.0.1")
     middlewares()
     app: Any = RequestMiddleware(
-        Starlette(routes=[Route("/", hello)]), RequestTracker([]), BodyBudget(0), keys()
+        Starlette(routes=[Route("/who", hello)]), RequestTracker([]), BodyBudget(0), keys()
     )
     # As in ray.serve._private.http_util.
     server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, access_log=False))
@@ -93,7 +93,7 @@ async def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
 async def ask(url: str, key: str, **headers: str) -> int:
     transport = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
     async with httpx.AsyncClient(transport=transport, timeout=LIMIT_S) as client:
-        response = await client.get(url, headers={"authorization": f"Bearer {key}"} | headers)
+        response = await client.get(f"{url}/who", headers={"authorization": f"Bearer {key}"} | headers)
     return response.status_code
 
 

@@ -59,10 +59,10 @@ async def test_a_request_from_elsewhere_is_refused() -> None:
 
     async def ask(host: str) -> int:
         transport = httpx.ASGITransport(
-            around(Starlette(routes=[Route("/", hello)]), keys), client=(host, 5000)
+            around(Starlette(routes=[Route("/who", hello)]), keys), client=(host, 5000)
         )
         async with httpx.AsyncClient(transport=transport, base_url="http://saturate") as http:
-            return (await http.get("/", headers={"authorization": f"Bearer {KEY}"})).status_code
+            return (await http.get("/who", headers={"authorization": f"Bearer {KEY}"})).status_code
 
     assert [await ask(host) for host in ("203.0.113.9", "10.0.0.1")] == [403, 200]
 
@@ -76,20 +76,20 @@ async def healthy(request: Request) -> PlainTextResponse:
 
 
 def client(keys: KeyStore, app: Any = None) -> httpx.AsyncClient:
-    app = app or Starlette(routes=[Route("/", hello), Route("/health", healthy)])
+    app = app or Starlette(routes=[Route("/who", hello), Route("/health", healthy)])
     return httpx.AsyncClient(transport=httpx.ASGITransport(around(app, keys)), base_url="http://saturate")
 
 
 async def test_a_request_with_a_key_passes_and_has_its_caller() -> None:
     async with client(made(entry())) as http:
-        response = await http.get("/")
+        response = await http.get("/who")
         assert response.status_code == 401
         assert response.headers["www-authenticate"] == "Bearer"
         assert response.json()["error"]["type"] == "authentication_error"
-        assert (await http.get("/", headers={"authorization": f"Bearer {KEY}"})).text == "ada"
+        assert (await http.get("/who", headers={"authorization": f"Bearer {KEY}"})).text == "ada"
 
 
-@pytest.mark.parametrize("path", ["/", "/nothing", "/healthy", "/x/health", "/x/health/../stats"])
+@pytest.mark.parametrize("path", ["/who", "/page", "/nothing", "/healthy", "/x/health", "/x/health/../stats"])
 async def test_only_health_needs_no_key(path: str) -> None:
     async with client(made(entry())) as http:
         assert (await http.get("/health")).status_code == (await http.get("/health/")).status_code == 200
@@ -129,13 +129,13 @@ async def test_the_start_of_the_application_needs_no_key_and_has_no_path() -> No
 async def test_a_request_without_a_key_is_tracked_and_a_page_may_read_its_refusal() -> None:
     ended: list[TrackedRequest] = []
     app = around(
-        Starlette(routes=[Route("/", hello)]), made(entry()), ended, origins=["https://page.example"]
+        Starlette(routes=[Route("/who", hello)]), made(entry()), ended, origins=["https://page.example"]
     )
     origin = {"origin": "https://page.example"}
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://saturate") as http:
-        refused = await http.get("/", headers=origin)
-        preflight = await http.options("/", headers=origin | {"access-control-request-method": "POST"})
-        answered = await http.get("/", headers=origin | {"authorization": f"Bearer {KEY}"})
+        refused = await http.get("/who", headers=origin)
+        preflight = await http.options("/who", headers=origin | {"access-control-request-method": "POST"})
+        answered = await http.get("/who", headers=origin | {"authorization": f"Bearer {KEY}"})
     assert [refused.status_code, preflight.status_code, answered.status_code] == [401, 200, 200]
     for response in (refused, preflight, answered):
         assert response.headers["access-control-allow-origin"] == "https://page.example"

@@ -707,14 +707,6 @@ async def test_stats_are_those_of_every_replica(health: dict[str, ModelState]) -
     assert engines["c"].broadcasts == [], "a question to a model that sleeps would wake it or wait"
 
 
-async def test_the_page_names_the_models_and_the_address_it_was_asked_at() -> None:
-    async with Client() as client:
-        response = await client.get("/")
-    assert response.headers["content-type"] == "text/html; charset=utf-8"
-    assert "http://saturate:8000/generate" in response.text
-    assert "<code>demo</code>" in response.text
-
-
 # Clients of every kind
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
+from serve_app.api.routes import OPENAI, SAME, TOKENIZING
 from serve_app.ingress.models import ServedModels
 from serve_app.settings.schema import parse
 from serve_app.stats import ReplicaStats
@@ -305,10 +306,12 @@ async def test_a_card_has_the_fields_by_which_clients_size_their_context() -> No
         "max_model_len": 2048,
         "permission": [],
         "kind": "llm",
+        "routes": ["/generate", *(route for route in (*OPENAI, *TOKENIZING) if route not in SAME)],
     }
     function = await models.card("rank")
     assert (function["kind"], function["root"]) == ("function", FUNCTION["target"])
     assert function["max_model_len"] is None
+    assert function["routes"] == ["/process"]
     with pytest.raises(RequestError, match="no access to it"):
         await models.card("llm", ["rank"])
 

@@ -1,15 +1,29 @@
-"""The page at `/` says what runs here and how to call it."""
+"""The files of the page at `/`: their headers, their addresses, and what they read of the service."""
 
+import json
+import re
+from dataclasses import fields
 from html.parser import HTMLParser
+from typing import Any
 
+import httpx
 import pytest
-from starlette.requests import Request
 
-from serve_app.ingress.pages import base_url, page
-from serve_app.settings.models import ModelSettings
+from batcher import BatchStats, ContinuousStats
+from serve_app.auth.key_store import OPEN
+from serve_app.auth.keys import hash_key
+from serve_app.ingress.deployment import Ingress
+from serve_app.ingress.pages import FILES, FOLDER
 from serve_app.settings.schema import parse
+from tests.serve_app.ingress.engine_doubles import Client, Engine, application, check_error, echo, health
 
-VOID = {"meta", "link", "br"}
+__all__ = ["health"]
+
+HTML, CSS, SCRIPT = ((FOLDER / f"page.{kind}").read_text() for kind in ("html", "css", "js"))
+BROWSER = {"accept": "text/html,application/xhtml+xml;q=0.9,*/*;q=0.8"}
+KEY = "sk-ada"
+
+VOID = {"meta", "link", "br", "input", "rect", "path"}
 
 
 class Reader(HTMLParser):
@@ -40,86 +54,129 @@ class Reader(HTMLParser):
             self.blocks[-1] += data
 
 
-def models(*ids: str) -> list[ModelSettings]:
-    return parse({"models": [{"id": name, "source": "x"} for name in ids]}).models
-
-
-def test_all_models_are_named() -> None:
-    reader = Reader(page(models("demo", "org/other"), "http://host:8000"))
-    assert "demo, org/other" in reader.text
-    assert reader.open == []
-
-
-def test_the_examples_call_this_service_and_its_first_model() -> None:
-    curl, client = Reader(page(models("demo", "other"), "http://host:8000")).blocks
-    assert "curl http://host:8000/generate" in curl
-    assert '{"model": "demo", "prompts": [' in curl
-    assert 'base_url="http://host:8000/v1"' in client
-    assert 'model="demo"' in client
-    compile(client, "example", "exec")
-
-
-def test_a_function_is_called_as_a_function() -> None:
-    functions = [
-        {"id": "rank", "kind": "function", "target": "a:B"},
-        {"id": "embed", "kind": "function", "target": "a:B", "embeddings": True},
-        {"id": "other", "kind": "function", "target": "a:B"},
-    ]
-    (curl, *rest) = Reader(page(parse({"models": functions[:1]}).models, "http://host:8000")).blocks
-    assert "curl http://host:8000/process" in curl
-    assert '{"model": "rank", "records": [' in curl
-    assert rest == []
-
-    mixed = [*functions, {"id": "demo", "source": "x"}]
-    blocks = Reader(page(parse({"models": mixed}).models, "http://host:8000")).blocks
-    named = [name for block in blocks for name in ("rank", "embed", "other", "demo") if f'"{name}"' in block]
-    assert named == ["rank", "embed", "embed", "demo", "demo"], "one of each kind, in the config's order"
-    compile(blocks[2], "example", "exec")
-    assert "embeddings.create" in blocks[2]
-
-
-def test_a_pooling_model_is_called_for_vectors_or_scores() -> None:
-    pooling = [
-        {"id": name, "source": "x", "engine": {"runner": "pooling", "convert": convert}}
-        for name, convert in (("embedder", "embed"), ("reranker", "classify"))
-    ]
-    client, curl = Reader(page(parse({"models": pooling}).models, "http://host:8000")).blocks
-    assert 'embeddings.create(model="embedder"' in client
-    assert "curl http://host:8000/v1/rerank" in curl
-    assert '{"model": "reranker", "query": ' in curl
-
-
-def test_links_stay_below_the_prefix_that_the_page_is_served_under() -> None:
-    links = Reader(page(models("demo"), "http://host/prefix")).links
-    assert {"v1/models", "health", "stats"} <= set(links)
-    assert not any(link.startswith("/") for link in links)
-
-
-def test_an_address_can_not_bring_html_of_its_own() -> None:
-    # A client chooses the host that its request names.
-    html = page(models("demo"), 'http://x"><script>alert(1)</script>')
-    assert "<script" not in html
-    Reader(html)
+@pytest.mark.parametrize("path", FILES)
+async def test_a_file_has_a_strict_policy_and_is_asked_for_again_by_its_tag(path: str) -> None:
+    async with Client() as client:
+        response = await client.get(path)
+        again = await client.get(path, headers={"if-none-match": f'W/{response.headers["etag"]}, "other"'})
+        other = await client.get(path, headers={"if-none-match": '"other"'})
+    assert response.status_code == other.status_code == 200
+    assert response.headers["content-type"] == FILES[path][1]
+    assert response.content == (FOLDER / FILES[path][0]).read_bytes()
+    assert (again.status_code, again.content) == (304, b"")
+    for answer in (response, again):
+        policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
+        assert policy == {
+            "default-src": "'none'",
+            "script-src": "'self'",
+            "style-src": "'self'",
+            "connect-src": "'self'",
+            "img-src": "data:",
+            "frame-ancestors": "'none'",
+            "base-uri": "'none'",
+            "form-action": "'none'",
+        }
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["referrer-policy"] == "no-referrer"
+        assert answer.headers["cache-control"] == "no-cache"
 
 
 @pytest.mark.parametrize(
-    ("headers", "url"),
+    ("path", "headers", "location"),
     [
-        ({}, "http://host:8000/prefix"),
-        ({"x-forwarded-proto": "https"}, "https://host:8000/prefix"),
-        ({"x-forwarded-proto": "javascript"}, "http://host:8000/prefix"),
+        ("/stats", {}, None),
+        ("/stats", {"accept": "application/json"}, None),
+        ("/stats?format=json", BROWSER, None),
+        ("/stats", BROWSER, "./#live"),
+        ("/stats?format=html", BROWSER, "./#live"),
+        ("/stats/", BROWSER, "../#live"),
+        ("/stats.html", {}, "./#live"),
+        ("/stats.html/", BROWSER, "../#live"),
     ],
 )
-def test_the_url_of_the_service_is_that_of_the_request_or_of_the_proxy_that_ends_tls(
-    headers: dict[str, str], url: str
+async def test_a_browser_is_sent_to_the_live_view_and_a_program_gets_json(
+    path: str, headers: dict[str, str], location: str | None
 ) -> None:
-    sent = {"host": "host:8000"} | headers
-    scope = {
-        "type": "http",
-        "scheme": "http",
-        "path": "/prefix/",
-        "root_path": "/prefix",
-        "query_string": b"",
-        "headers": [(name.encode(), value.encode()) for name, value in sent.items()],
-    }
-    assert base_url(Request(scope)) == url
+    async with Client() as client:
+        response = await client.get(path, headers=headers)
+    if location is None:
+        assert response.json()["models"] == {"demo": {"replicas": []}}
+        return
+    assert response.status_code == 307
+    assert response.headers["location"] == location
+    # Another client of a cache gets the figures at the same address.
+    assert (response.headers["vary"], response.headers["cache-control"]) == ("accept", "no-store")
+
+
+@pytest.mark.parametrize("prefix", ["/guarded", "/team/llm"])
+async def test_the_page_is_below_a_prefix(prefix: str) -> None:
+    transport = httpx.ASGITransport(application({"demo": Engine(echo)}), root_path=prefix)
+    async with httpx.AsyncClient(transport=transport, base_url="http://saturate") as client:
+        response = await client.get(prefix)
+        assert response.status_code == 307
+        assert str(response.url.join(response.headers["location"])) == f"http://saturate{prefix}/"
+        page = await client.get(f"{prefix}/")
+        for name in re.findall(r'(?:src|rel="stylesheet" href)="([^"]+)"', page.text):
+            assert (await client.get(page.url.join(name))).status_code == 200
+        live = await client.get(f"{prefix}/stats", headers=BROWSER)
+        assert str(live.url.join(live.headers["location"])) == f"http://saturate{prefix}/#live"
+
+
+async def test_the_files_need_no_key_and_the_figures_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = {"name": "ada", "sha256": hash_key(KEY.encode()), "tenant": "research"}
+    monkeypatch.setenv("KEYS", json.dumps([entry]))
+    settings = parse({"models": [{"id": "demo", "source": "x"}], "access": {"keys_env": "KEYS"}})
+    engines: Any = {"demo": Engine(echo)}
+    transport = httpx.ASGITransport(Ingress(settings, engines).__serve_build_asgi_app__())
+    async with httpx.AsyncClient(transport=transport, base_url="http://saturate") as client:
+        for path in FILES:
+            assert (await client.get(path)).status_code == 200
+        for path in ("/stats", "/stats.html"):
+            assert (await client.get(path, headers=BROWSER)).headers["location"] == "./#live"
+        for path in ("/stats", "/stats?format=json", "/v1/models", "/page.txt"):
+            check_error(await client.get(path, headers={"accept": "*/*"}), 401, "authentication_error", None)
+    assert set(FILES) < OPEN
+
+
+def test_the_page_has_no_script_or_style_in_its_html_and_needs_nothing_from_elsewhere() -> None:
+    reader = Reader(HTML)
+    assert reader.open == []
+    assert not re.search(r"<style|\sstyle=|\son\w+=|javascript:", HTML)
+    assert re.findall(r"<script\b[^>]*>[^<]*", HTML) == ['<script src="page.js" defer>']
+    assert not re.search(r"@import|url\(", CSS)
+    addresses = set(re.findall(r"https?://[^\s\"'`]+", HTML + CSS + SCRIPT))
+    # A namespace, which is never requested.
+    assert addresses == {"http://www.w3.org/2000/svg"}
+    assert not any(link.startswith("/") for link in reader.links)
+    assert {"docs", "openapi.json", "v1/models", "health", "stats?format=json"} <= set(reader.links)
+
+
+def test_texts_enter_the_page_as_text() -> None:
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|\beval\b", SCRIPT)
+    assert not re.search(r"localStorage|document\.cookie", SCRIPT)
+
+
+def test_its_script_finds_its_elements() -> None:
+    asked = set(re.findall(r'byId\("([\w-]+)"\)', SCRIPT))
+    assert len(asked) > 50
+    assert asked <= set(re.findall(r'\bid="([\w-]+)"', HTML))
+
+
+def test_it_reads_statistics_that_there_are() -> None:
+    read = set(re.findall(r"\bbatcher\.([a-z]+_\w+)", SCRIPT))
+    read |= set(re.findall(r'\b(?:of|worst)\("(\w+)"\)', SCRIPT))
+    (counts,) = re.findall(r"const COUNTS = (\[.*?\]);", SCRIPT)
+    read |= {f"total_{kind}" for kind in json.loads(counts)}
+    assert {"queue_depth", "running_cost", "wait_p99_s", "ttft_p99_s", "total_rejected"} <= read
+    known = {one.name for kind in (ContinuousStats, BatchStats) for one in fields(kind)}
+    assert read <= known
+
+
+def test_it_explains_its_words() -> None:
+    assert not re.search(r'"requests"|requests/s', SCRIPT)
+    (note,) = re.findall(r'<p class="soft note">.*?</p>', HTML, re.DOTALL)
+    assert all(word in note for word in ("A record is", "TTFT (time", "TPOT (time", "A tenant <code>key-"))
+
+
+def test_the_page_is_small() -> None:
+    assert sum(len(text.splitlines()) for text in (HTML, CSS, SCRIPT)) <= 900
