@@ -20,69 +20,19 @@ from serve_app.api.protocol import JSON
 from tests.pages import ROOT
 from tests.progress import STILL_S, wait_until
 from tests.serve_app.page_service import HOSTILE, KEYS, PageService
+from tests.serve_app.visit import WIDE, Visit, choose, chromium, expect, needs_chromium, rows
 
-api = pytest.importorskip("playwright.sync_api", reason="the package `playwright` is missing")
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-LIMIT_MS = 1000 * STILL_S
 PICTURES = ROOT / ".bench/page"
 VIEWS = ("try", "batches", "live", "keys")
-WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+NARROW = {"width": 390, "height": 844}
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no browser (Debian's package `chromium` is one)"),
-]
-
-
-class Visit:
-    """A tab of the page, and what went wrong in it.
-
-    Attributes:
-        page: The tab.
-        wrong: Violations of the policy, exceptions, and requests to other hosts.
-        requests: The requests: path, and bytes of the answer once it has ended.
-    """
-
-    def __init__(self, browser: Any, url: str, **context: Any) -> None:
-        self.url = url
-        self.wrong: list[str] = []
-        self.requests: list[Any] = []
-        self.context = browser.new_context(**{"viewport": WIDE, "accept_downloads": True} | context)
-        self.context.grant_permissions(["clipboard-read", "clipboard-write"])
-        self.context.set_default_timeout(LIMIT_MS)
-        self.page = self.tab()
-
-    def tab(self) -> Any:
-        """Return a new tab of the same browser."""
-        page = self.context.new_page()
-        page.on("console", self._said)
-        page.on("pageerror", lambda error: self.wrong.append(str(error)))
-        page.on("request", self._asked)
-        return page
-
-    def open(self, view: str = "try") -> Any:
-        """Open a view in the first tab; return the tab."""
-        self.page.goto(f"{self.url}#{view}")
-        return self.page
-
-    def _said(self, message: Any) -> None:
-        # Chromium itself logs each answer that is an error.
-        if message.type == "error" and not message.text.startswith("Failed to load resource"):
-            self.wrong.append(message.text)
-
-    def _asked(self, request: Any) -> None:
-        self.requests.append(request)
-        if not request.url.startswith((self.url, "data:", f"blob:{self.url}")):
-            self.wrong.append(f"request to {request.url}")
+pytestmark = [pytest.mark.long, needs_chromium]
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture
@@ -114,12 +64,6 @@ def visit(browser: Any) -> Iterator[Callable[..., Visit]]:
     for one in visits:
         one.context.close()
         assert one.wrong == []
-
-
-def expect(found: Any) -> Any:
-    """Return playwright's expectations, which wait."""
-    api.expect.set_options(timeout=LIMIT_MS)
-    return api.expect(found)
 
 
 # Try
@@ -310,19 +254,6 @@ def test_a_chat_by_keyboard_only(serve: Any, visit: Any) -> None:
 # Batches
 
 
-def rows(count: int, **changes: Any) -> str:
-    """Return lines of a file for a batch."""
-    body = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
-    row = {"method": "POST", "url": "/v1/chat/completions", "body": body} | changes
-    return "".join(json.dumps({"custom_id": str(number)} | row) + "\n" for number in range(count))
-
-
-def choose(page: Any, text: str | bytes, name: str = "in.jsonl") -> None:
-    """Choose a file."""
-    content = text.encode() if isinstance(text, str) else text
-    page.get_by_label("Choose a file").set_input_files({"name": name, "mimeType": "", "buffer": content})
-
-
 def test_a_batch_from_upload_to_download(serve: Any, visit: Any) -> None:
     service = serve(keys=True)
     page = visit(service).open("batches")
@@ -383,7 +314,7 @@ def test_wrong_lines_are_named_before_the_upload(serve: Any, visit: Any) -> None
     expect(page.locator("#check")).to_contain_text("in.jsonl can't be a batch.")
     texts = listed.all_inner_texts()
     for line, text in {
-        2: "not JSON: ",
+        2: "not JSON",
         3: 'custom_id "0" is not unique',
         4: "custom_id must be a text",
         5: "url must be one of /v1/chat/completions, ",

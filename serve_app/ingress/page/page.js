@@ -2,66 +2,49 @@
 /* Texts of others (names of models, tenants and files, messages, answers) enter the page as text nodes only. */
 const byId = (id) => document.getElementById(id);
 const BASE = new URL(".", location.href.split("#")[0]).href.replace(/\/$/, "").replace(/'/g, "%27");
-
-function el(tag, properties, ...children) {
+const put = (node, text) => { if (node.textContent !== text) node.textContent = text; };
+const parsed = (text, other) => { try { return JSON.parse(text); } catch { return other; } };
+const el = (tag, properties, ...children) => {
   const made = Object.assign(document.createElement(tag), properties);
   made.append(...children);
   return made;
-}
-
-function put(node, text) {
-  if (node.textContent !== text) node.textContent = text;
-}
+};
 
 const compact = new Intl.NumberFormat("en", {notation: "compact", maximumSignificantDigits: 3});
 const number = (value) => value < 10 && value % 1 ? value.toFixed(1) : compact.format(Math.round(value || 0));
 const count = (value, noun) => `${value.toLocaleString("en")} ${noun}${value === 1 ? "" : "s"}`;
 const percent = (value) => `${(100 * value).toFixed(value && value < 0.1 ? 1 : 0)} %`;
-const clock = (time) => time.toLocaleTimeString("en-GB");
 const moment = (at) => new Date(1000 * at).toLocaleString("en-GB", {dateStyle: "medium", timeStyle: "short"});
 const bytes = (value) => value < 1e3 ? `${value} B` : value < 1e6 ? `${(value / 1e3).toFixed(1)} kB` : `${(value / 1e6).toFixed(1)} MB`;
 const joined = (...parts) => parts.filter(Boolean).join(" · ");
-function seconds(value) {
-  for (const [size, unit, most] of [[86400, "days", 2], [3600, "h", 2], [60, "min", 5]])
-    if (value >= most * size) return `${number(Math.round(10 * value / size) / 10)} ${unit}`;
+const seconds = (value) => {
+  const [size, unit] = [[86400, "days", 2], [3600, "h", 2], [60, "min", 5]].find(([size, , most]) => value >= most * size) || [1, "s"];
+  if (size > 1) return `${number(Math.round(10 * value / size) / 10)} ${unit}`;
   if (value >= 1) return `${value.toFixed(value < 100 ? 1 : 0)} s`;
   return value >= 0.001 ? `${Math.round(1000 * value)} ms` : value > 0 ? "< 1 ms" : "0 ms";
-}
+};
 
 /* The key, and requests to the service */
 
 let key = sessionStorage.getItem("key") || "";
 const headers = (more) => ({accept: "application/json", ...(key && {authorization: `Bearer ${key}`}), ...more});
-
-class Problem extends Error {
-  constructor(status, message, retryAfter = 0) {
-    super(message);
-    Object.assign(this, {status, retryAfter});
-  }
-}
+const problem = (status, message, retryAfter = 0) => Object.assign(new Error(message), {status, retryAfter});
 
 function problemOf(status, text, header) {
-  const retryAfter = Math.max(0, Number(header) || 0);
-  let message = `The service answers ${status}.`;
-  try {
-    message = JSON.parse(text).error.message.slice(0, 2000);
-  } catch { /* The answer is not of this service. */ }
-  return new Problem(status, status !== 429 ? message : `${message} Try again ${retryAfter ? `in ${seconds(retryAfter)}` : "later"}.`, retryAfter);
+  const after = Math.max(0, Number(header) || 0), told = parsed(text)?.error?.message;
+  const message = typeof told === "string" ? told.slice(0, 2000) : `The service answers ${status}.`;
+  return problem(status, status !== 429 ? message : `${message} Try again ${after ? `in ${seconds(after)}` : "later"}.`, after);
 }
 
 async function ask(path, {body, signal, method = body ? "POST" : "GET"} = {}) {
-  const sent = key;
-  let answer;
-  try {
-    answer = await fetch(path, {method, signal, cache: "no-store", body: body && JSON.stringify(body),
-      headers: headers(body && {"content-type": "application/json"})});
-  } catch (error) {
-    throw signal?.aborted ? error : new Problem(0, "The service does not answer.");
-  }
+  const sent = key, more = body && {"content-type": "application/json"};
+  const answer = await fetch(path, {method, signal, cache: "no-store", body: body && JSON.stringify(body), headers: headers(more)}).catch((error) => {
+    throw signal?.aborted ? error : problem(0, "The service does not answer.");
+  });
   if (answer.ok) return answer;
-  const problem = problemOf(answer.status, await answer.text().catch(() => ""), answer.headers.get("retry-after"));
-  if (problem.status === 401 && sent === key) needKey(problem.message);
-  throw problem;
+  const refused = problemOf(answer.status, await answer.text().catch(() => ""), answer.headers.get("retry-after"));
+  if (refused.status === 401 && sent === key) needKey(refused.message);
+  throw refused;
 }
 
 const askJSON = async (path, options) => (await ask(path, options)).json();
@@ -71,17 +54,17 @@ async function* linesOf(stream, most = Infinity) {
   const reader = stream.pipeThrough(new TextDecoderStream("utf-8", {fatal: true})).getReader();
   for (let rest = "", ended = false; !ended;) {
     const {done, value = ""} = await reader.read(), parts = (rest + value).split("\n");
-    rest = done ? "" : parts.pop();
-    for (const line of parts) yield line;
-    if (rest.length > most) throw new RangeError();
     ended = done;
+    rest = done ? "" : parts.pop();
+    yield* parts;
+    if (rest.length > most) throw new RangeError();
   }
 }
 
 function showKey(open) {
   byId("key-form").hidden = !open;
   byId("forget").hidden = !key;
-  byId("key-button").setAttribute("aria-expanded", String(open));
+  byId("key-button").ariaExpanded = String(open);
   put(byId("key-button"), key ? "API key: set" : "API key");
   if (open) byId("key").focus();
 }
@@ -90,9 +73,9 @@ function setKey(value) {
   key = value;
   if (key) sessionStorage.setItem("key", key); else sessionStorage.removeItem("key");
   models = admin = lastAt = null;
+  usageAsked = "";
   for (const views of [modelViews, batchViews]) views.forEach((one) => one.root.remove()), views.clear();
-  for (const id of ["own", "usage", "all-keys"]) byId(id).replaceChildren();
-  put(byId("own-note"), "");
+  for (const id of ["own-note", "own", "usage", "all-keys"]) byId(id).replaceChildren();
   byId("admin").hidden = true;
   writeCode();
 }
@@ -134,21 +117,19 @@ async function tick() {
   try {
     pause = await VIEWS[view][1](own.signal) - (performance.now() - began);
     if (own !== asking) return;
-    [failures, lastAt] = [0, new Date()];
-    byId("notice").hidden = true;
+    [failures, lastAt, byId("notice").hidden] = [0, new Date(), true];
     put(byId("notice-text"), "");
     tell(view === "live" ? "live" : "", "live");
-  } catch (problem) {
+  } catch (error) {
     if (own !== asking) return;
-    if (problem.status === 401) return tell("waits for a key", "");
-    if (!(problem instanceof Problem)) console.error(problem);
-    failures += 1;
-    pause = 1000 * Math.max(Math.min(MOST_PAUSE_S, 2 ** (failures - 1)), problem.retryAfter || 0);
+    if (error.status === 401) return tell("waits for a key", "");
+    if (!("status" in error)) console.error(error);
+    pause = 1000 * Math.max(Math.min(MOST_PAUSE_S, 2 ** failures++), error.retryAfter || 0);
     byId("notice").hidden = false;
     // Only the first part is read out: it stays the same while the service is away.
-    put(byId("notice-text"), problem.message + (lastAt ? ` The page shows what was there at ${clock(lastAt)}.` : ""));
+    put(byId("notice-text"), error.message + (lastAt ? ` The page shows what was there at ${lastAt.toLocaleTimeString("en-GB")}.` : ""));
     put(byId("pause"), `The page asks again in ${seconds(pause / 1000)}.`);
-    tell(problem.status ? `error ${problem.status}` : "no answer", "lost");
+    tell(error.status ? `error ${error.status}` : "no answer", "lost");
   }
   asking = null;
   if (pause < Infinity) timer = setTimeout(tick, Math.max(0, pause));
@@ -163,11 +144,9 @@ function route() {
   const wanted = location.hash.slice(1);
   view = Object.hasOwn(VIEWS, wanted) ? wanted : "try";
   for (const name of Object.keys(VIEWS)) byId(name).hidden = name !== view;
-  for (const link of document.querySelectorAll("nav a"))
-    if (link.hash === `#${view}`) link.setAttribute("aria-current", "page"); else link.removeAttribute("aria-current");
+  for (const link of document.querySelectorAll("nav a")) link.ariaCurrent = link.hash === `#${view}` ? "page" : null;
   document.title = `saturate · ${VIEWS[view][0]}`;
-  byId("notice").hidden = true;
-  [failures, lastAt] = [0, null];
+  [failures, lastAt, byId("notice").hidden] = [0, null, true];
   tell("", "");
   start();
 }
@@ -181,8 +160,8 @@ class Table {
     Object.assign(this, {most: STEP, head: el("tr"), body: el("tbody")});
     const show = () => { this.most = Math.min(MOST_ROWS, this.most + 5 * STEP); this.update(this.columns, this.rows); };
     this.more = el("button", {type: "button", className: "more", onclick: show});
-    this.root = el("div", {className: "table", tabIndex: 0, role: "region", ariaLabel: caption, hidden: true},
-      el("table", {}, el("caption", {}, caption), el("thead", {}, this.head), this.body), this.more);
+    const table = el("table", {}, el("caption", {}, caption), el("thead", {}, this.head), this.body);
+    this.root = el("div", {className: "table", tabIndex: 0, role: "region", ariaLabel: caption, hidden: true}, table, this.more);
   }
 
   /* A row has cells; a cell is a text, or [text, share that a bar shows]. */
@@ -193,12 +172,12 @@ class Table {
     }
     Object.assign(this, {columns, rows});
     const shown = rows.slice(0, this.most), rest = rows.length - shown.length;
+    const cell = (_, place) => place ? el("td", {}, el("span")) : el("th", {scope: "row"}, el("span"));
     while (this.body.rows.length > shown.length) this.body.lastChild.remove();
-    const cell = (_, place) => el(place ? "td" : "th", place ? {} : {scope: "row"}, el("span"));
     shown.forEach((cells, index) => {
       const row = this.body.rows[index] || this.body.appendChild(el("tr", {}, ...columns.map(cell)));
       cells.forEach((value, place) => {
-        const [text, share] = Array.isArray(value) ? value : [value], where = row.children[place];
+        const [text, share] = [value].flat(), where = row.children[place];
         put(where.firstChild, String(text));
         if (!place) where.title = text;
         if (share === undefined) return where.children[1]?.remove();
@@ -207,9 +186,7 @@ class Table {
         bar.firstChild.style.width = `${100 * Math.max(0, Math.min(1, share))}%`;
       });
     });
-    this.root.hidden = !rows.length;
-    this.more.hidden = !rest;
-    this.more.disabled = this.most >= MOST_ROWS;
+    [this.root.hidden, this.more.hidden, this.more.disabled] = [!rows.length, !rest, this.most >= MOST_ROWS];
     put(this.more, `${rest} more${this.more.disabled ? ": use the filter" : ""}`);
   }
 }
@@ -231,26 +208,23 @@ const NUMBERS = ["temperature", "max_tokens", "top_p", "seed"];
 const MOST_SHOWN = 10, MOST_TEXT = 20000;
 const chat = [];
 let models = null, answering = null, language = "curl";
-const chosenModel = () => models?.find((model) => model.id === byId("model").value);
 const path = () => byId("route").value;
 
 async function loadModels(signal) {
   if (models) return Infinity;
-  const chosen = byId("model").value;
+  const before = byId("model").value;
   models = (await askJSON("v1/models", {signal})).data;
-  byId("model").replaceChildren(...models.map(({id}) => el("option", {value: id}, id)));
-  if (models.some(({id}) => id === chosen)) byId("model").value = chosen;
+  byId("model").replaceChildren(...models.map(({id}) => el("option", {value: id, selected: id === before}, id)));
   showModel();
   return Infinity;
 }
 
 function showModel() {
-  const model = chosenModel(), before = path();
+  const model = models.find(({id}) => id === byId("model").value), before = path();
   // Few language models embed, and vLLM decides which: a model that generates is asked for texts only.
   const may = model?.routes.includes("/generate") ? [CHAT, "/generate"] : model?.routes || [];
   const routes = Object.keys(FORMS).filter((name) => may.includes(name));
-  byId("route").replaceChildren(...routes.map((name) => el("option", {value: name}, FORMS[name][0])));
-  if (routes.includes(before)) byId("route").value = before;
+  byId("route").replaceChildren(...routes.map((name) => el("option", {value: name, selected: name === before}, FORMS[name][0])));
   byId("route-box").hidden = routes.length < 2;
   put(byId("model-note"), !model ? "This key may use no model." : joined(
     model.max_model_len && `context ${count(model.max_model_len, "token")}`, model.parent && `adapter of ${model.parent}`,
@@ -259,10 +233,11 @@ function showModel() {
 }
 
 function showRoute() {
-  const chats = path() === CHAT, kept = Object.fromEntries([...byId("fields").querySelectorAll("textarea")].map((one) => [one.name, one.value]));
-  byId("fields").replaceChildren(...Object.entries(FORMS[path()]?.[1] || {}).flatMap(([name, label]) => [
-    el("label", {htmlFor: `field-${name}`}, label),
-    el("textarea", {id: `field-${name}`, name, rows: name === "text" || !EXAMPLES[name] ? 3 : 1, required: true, value: kept[name] || ""})]));
+  const chats = path() === CHAT, old = [...byId("fields").querySelectorAll("textarea")], rows = (name) => name === "text" || !EXAMPLES[name] ? 3 : 1;
+  byId("fields").replaceChildren(...Object.entries(FORMS[path()]?.[1] || {}).flatMap(([name, label]) => {
+    const value = old.find((one) => one.name === name)?.value || "";
+    return [el("label", {htmlFor: `field-${name}`}, label), el("textarea", {id: `field-${name}`, name, value, rows: rows(name), required: true})];
+  }));
   byId("settings").hidden = byId("numbers").disabled = !chats && path() !== "/generate";
   byId("system").disabled = byId("log").hidden = byId("hint").hidden = !chats;
   byId("result").replaceChildren();
@@ -271,24 +246,15 @@ function showRoute() {
 }
 
 function showButtons() {
-  const idle = path() === CHAT && !answering;
   byId("stop").hidden = !answering;
   byId("send").disabled = answering || !path();
-  byId("regenerate").hidden = !idle || !chat.length;
-  byId("clear").hidden = !idle || !chat.length;
+  byId("regenerate").hidden = byId("clear").hidden = path() !== CHAT || answering || !chat.length;
   writeCode();
 }
 
 function field(name) {
   const text = byId(`field-${name}`)?.value.trim() || "", lines = text.split("\n").map((line) => line.trim()).filter(Boolean);
-  if (EXAMPLES[name]) return text;
-  return name !== "records" ? lines : lines.map((line) => {
-    try {
-      return JSON.parse(line);
-    } catch {
-      return line;
-    }
-  });
+  return EXAMPLES[name] ? text : name === "records" ? lines.map((line) => parsed(line, line)) : lines;
 }
 
 /* Return the body of the request; a sample has examples in place of empty fields. */
@@ -302,9 +268,8 @@ function bodyOf(sample = false) {
     for (const name of Object.keys(given)) if (!given[name].length) given[name] = EXAMPLES[name] || [EXAMPLES.text];
   if (path() !== CHAT) return {model, ...given, ...(path() === "/generate" && settings)};
   const system = byId("system").value.trim() ? [{role: "system", content: byId("system").value}] : [];
-  const said = [...chat, ...(sample && given.text ? [{role: "user", content: given.text}] : [])];
-  return {model, messages: [...system, ...said.map(({role, content}) => ({role, content}))], ...settings,
-    stream: true, stream_options: {include_usage: true}};
+  const said = [...chat, ...(sample && given.text ? [{role: "user", content: given.text}] : [])].map(({role, content}) => ({role, content}));
+  return {model, messages: [...system, ...said], ...settings, stream: true, stream_options: {include_usage: true}};
 }
 
 byId("ask").onsubmit = (event) => {
@@ -316,7 +281,6 @@ byId("ask").onsubmit = (event) => {
   byId("field-text").value = "";
   run(answer);
 };
-
 // The browser checks the settings with the form, and can't point at what is folded up.
 byId("settings").addEventListener("invalid", () => { byId("settings").open = true; }, true);
 
@@ -325,12 +289,10 @@ async function run(work) {
   const own = answering = new AbortController();
   put(byId("ask-error"), "");
   showButtons();
-  try {
-    await work(own.signal);
-  } catch (problem) {
-    if (!own.signal.aborted) put(byId("ask-error"), problem.message);
-    if (problem.status === 0) models = null, start();
-  }
+  await work(own.signal).catch((error) => {
+    if (!own.signal.aborted) put(byId("ask-error"), error.message);
+    if (error.status === 0) models = null, start();
+  });
   answering = null;
   showButtons();
 }
@@ -358,9 +320,9 @@ async function answer(signal) {
   try {
     const {body: stream} = await ask(CHAT.slice(1), {body, signal});
     for await (const line of linesOf(stream)) {
-      if (!line.startsWith("data:") || line.slice(5).trim() === "[DONE]") continue;
-      const event = JSON.parse(line.slice(5)), choice = event.choices?.[0], thinking = choice?.delta?.reasoning;
-      if (event.error) throw new Problem(500, `The answer broke off: ${event.error.message}`);
+      const event = line.startsWith("data:") && parsed(line.slice(5)), choice = event?.choices?.[0], thinking = choice?.delta?.reasoning;
+      if (!event) continue;
+      if (event.error) throw problem(500, `The answer broke off: ${event.error.message}`);
       usage = event.usage || usage;
       end = choice?.finish_reason || end;
       if (thinking && !thought) {
@@ -371,9 +333,9 @@ async function answer(signal) {
       if (thinking) write(thought, thinking);
       if (choice?.delta?.content) write(message.node, choice.delta.content);
     }
-  } catch (problem) {
+  } catch (error) {
     end = signal.aborted ? "stopped" : "failed";
-    throw signal.aborted || problem instanceof Problem ? problem : new Problem(0, "The answer broke off: the connection is lost.");
+    throw signal.aborted || "status" in error ? error : problem(0, "The answer broke off: the connection is lost.");
   } finally {
     message.content = message.node.data;
     const cached = usage?.prompt_tokens_details?.cached_tokens, out = usage?.completion_tokens;
@@ -396,11 +358,11 @@ async function askOnce(signal) {
     return `${text} → ${Array.isArray(one?.embedding) ? vector(one.embedding) : short(one?.label ?? one, 500)}`;
   });
   const raw = JSON.stringify(found, null, 1), rest = raw.length - MOST_TEXT, took = `Answered in ${seconds((performance.now() - began) / 1000)}`;
+  const cut = rest > 0 ? `${raw.slice(0, MOST_TEXT)}\n… ${count(rest, "character")} more` : raw;
   byId("result").replaceChildren(el("div", {className: "card"}, el("h2", {}, "Answer"),
     el("ul", {}, ...shown.map((text) => el("li", {className: "text"}, text))),
     el("p", {className: "soft"}, joined(took, found.usage?.prompt_tokens && `${found.usage.prompt_tokens} tokens in`)),
-    el("details", {open: !shown.length}, el("summary", {}, "The raw answer"), el("pre", {tabIndex: 0, role: "region",
-      ariaLabel: "The raw answer"}, rest > 0 ? `${raw.slice(0, MOST_TEXT)}\n… ${count(rest, "character")} more` : raw))));
+    el("details", {open: !shown.length}, el("summary", {}, "The raw answer"), el("pre", {tabIndex: 0, role: "region", ariaLabel: "The raw answer"}, cut))));
   put(byId("said"), `${took}. ${shown.slice(0, 3).join("; ").slice(0, 500)}`);
 }
 
@@ -426,28 +388,25 @@ byId("route").onchange = showRoute;
 
 /* The request as code, with a placeholder for the key */
 
-const python = (value) => JSON.stringify(value).replace(/"(?:\\.|[^"\\])*"|true|false|null/g, (one) => ({true: "True", false: "False", null: "None"})[one] || one);
+const WORDS = {true: "True", false: "False", null: "None"};
+const python = (value) => JSON.stringify(value).replace(/"(?:\\.|[^"\\])*"|true|false|null/g, (one) => WORDS[one] || one);
 const SAMPLES = {
   // A single quote would end the shell's.
   curl: (url, body) => `curl ${body.stream ? "-N " : ""}'${url}' \\\n${key ? `  -H "Authorization: Bearer $SATURATE_KEY" \\\n` : ""}`
     + `  -H 'Content-Type: application/json' \\\n  -d '${JSON.stringify(body, null, 2).replace(/'/g, "\\u0027")}'`,
-  python(url, body, method) {
-    const call = method ? `${method}(\n${Object.entries(body).map(([name, value]) => `    ${name}=${python(value)},\n`).join("")})`
-      : `post(\n    ${JSON.stringify(url)},\n    cast_to=object,\n    body=${python(body)},\n)`;
-    return `${key ? "import os\n\n" : ""}from openai import OpenAI\n\nclient = OpenAI(\n    base_url=${JSON.stringify(`${BASE}/v1`)},\n`
-      + `    api_key=${key ? `os.environ["SATURATE_KEY"]` : `"none"`},\n)\nanswer = client.${call}\n${!body.stream ? "print(answer)"
-        : `for chunk in answer:\n    if chunk.choices:\n        print(chunk.choices[0].delta.content or "", end="", flush=True)`}`;
-  },
-  node(url, body, method) {
-    const text = JSON.stringify(body, null, 2), call = method ? `${method}(${text})` : `post(${JSON.stringify(url)}, {body: ${text}})`;
-    return `import OpenAI from "openai";\n\nconst client = new OpenAI({\n  baseURL: ${JSON.stringify(`${BASE}/v1`)},\n`
-      + `  apiKey: ${key ? "process.env.SATURATE_KEY" : `"none"`},\n});\nconst answer = await client.${call};\n${!body.stream
-        ? "console.log(answer);" : `for await (const chunk of answer)\n  process.stdout.write(chunk.choices[0]?.delta?.content ?? "");`}`;
-  },
+  python: (url, body, method) => `${key ? "import os\n\n" : ""}from openai import OpenAI\n\nclient = OpenAI(\n`
+    + `    base_url=${JSON.stringify(`${BASE}/v1`)},\n    api_key=${key ? `os.environ["SATURATE_KEY"]` : `"none"`},\n)\nanswer = client.${method
+      ? `${method}(\n${Object.entries(body).map(([name, value]) => `    ${name}=${python(value)},\n`).join("")})`
+      : `post(\n    ${JSON.stringify(url)},\n    cast_to=object,\n    body=${python(body)},\n)`}\n${!body.stream ? "print(answer)"
+      : `for chunk in answer:\n    if chunk.choices:\n        print(chunk.choices[0].delta.content or "", end="", flush=True)`}`,
+  node: (url, body, method) => `import OpenAI from "openai";\n\nconst client = new OpenAI({\n  baseURL: ${JSON.stringify(`${BASE}/v1`)},\n`
+    + `  apiKey: ${key ? "process.env.SATURATE_KEY" : `"none"`},\n});\nconst answer = await client.${method
+      ? `${method}(${JSON.stringify(body, null, 2)})` : `post(${JSON.stringify(url)}, {body: ${JSON.stringify(body, null, 2)}})`};\n${!body.stream
+      ? "console.log(answer);" : `for await (const chunk of answer)\n  process.stdout.write(chunk.choices[0]?.delta?.content ?? "");`}`,
 };
 
 function writeCode() {
-  for (const button of byId("languages").children) button.setAttribute("aria-pressed", String(button.dataset.language === language));
+  for (const button of byId("languages").children) button.ariaPressed = String(button.dataset.language === language);
   const method = {[CHAT]: "chat.completions.create", "/v1/embeddings": "embeddings.create"}[path()];
   put(byId("code"), FORMS[path()] ? SAMPLES[language](BASE + path(), bodyOf(true), method) : "");
 }
@@ -455,95 +414,89 @@ function writeCode() {
 byId("languages").onclick = (event) => { language = event.target.dataset.language || language; writeCode(); };
 byId("try").addEventListener("input", writeCode);
 byId("copy").onclick = async () => {
-  try {
-    await navigator.clipboard.writeText(byId("code").textContent);
-  } catch {
-    // Browsers give the clipboard to https and to loopback only.
+  // Browsers give the clipboard to https and to loopback only.
+  await Promise.resolve().then(() => navigator.clipboard.writeText(byId("code").textContent)).catch(() => {
     getSelection().selectAllChildren(byId("code"));
     document.execCommand("copy");
-  }
+  });
   put(byId("copy"), "Copied");
   setTimeout(() => put(byId("copy"), "Copy"), 1500);
 };
 
 /* Batches */
 
-const ENDPOINTS = ["chat/completions", "completions", "embeddings", "responses", "rerank", "score", "classify"].map((name) => `/v1/${name}`).concat("/generate");
+const ENDPOINTS = [CHAT, "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/rerank", "/v1/score", "/v1/classify", "/generate"];
 const OPEN = new Set(["validating", "in_progress", "finalizing", "cancelling"]);
 const PAGE = 20, MOST_WRONG = 20, MOST_LINE = 1 << 24, MOST_ID = 512, RATE_S = 60;
 const batchViews = new Map(), cursors = [];
 let chosen = null, cancelling = null;
 
 async function loadBatches(signal) {
-  let found;
-  try {
-    found = await askJSON(`v1/batches?limit=${PAGE}${cursors.length ? `&after=${encodeURIComponent(cursors.at(-1))}` : ""}`, {signal});
-  } catch (problem) {
-    if (problem.status !== 404) throw problem;
-    put(byId("batches-off"), `${problem.message}. The setting \`batches\` of the config turns them on.`);
-  }
+  const query = `limit=${PAGE}${cursors.length ? `&after=${encodeURIComponent(cursors.at(-1))}` : ""}`;
+  const found = await askJSON(`v1/batches?${query}`, {signal}).catch((error) => {
+    if (error.status !== 404) throw error;
+    put(byId("batches-off"), `${error.message}. The setting \`batches\` of the config turns them on.`);
+  });
   byId("batches-off").hidden = Boolean(found);
   byId("upload").hidden = !found;
   const batches = found?.data || [], shown = new Set(batches.map(({id}) => id));
   for (const [id, one] of batchViews) if (!shown.has(id)) one.root.remove(), batchViews.delete(id);
   batches.forEach((batch, place) => {
-    if (!batchViews.has(batch.id)) batchViews.set(batch.id, new BatchView(batch));
-    const one = batchViews.get(batch.id), there = byId("list").children[place];
+    const one = batchViews.get(batch.id) || new BatchView(batch), there = byId("list").children[place];
+    batchViews.set(batch.id, one);
     if (there !== one.root) byId("list").insertBefore(one.root, there || null);
     one.update(batch);
   });
   byId("no-batches").hidden = !found || batches.length > 0;
   byId("newest").hidden = !cursors.length;
   byId("older").hidden = !found?.has_more;
+  byId("older").value = found?.last_id || "";
   return batches.some(({status}) => OPEN.has(status)) ? 2000 : 30000;
 }
 
 class BatchView {
-  constructor({id, metadata, created_at: created, endpoint, model, completion_window: within}) {
-    const button = (text, more, onclick) => el("button", {type: "button", hidden: true, ...more, onclick}, text);
-    const name = metadata?.file || id;
-    Object.assign(this, {name, seen: [], badge: el("span", {className: "badge"}), bar: el("progress", {max: 1, ariaLabel: `Rows done of ${name}`}),
-      figures: el("p"), facts: el("p", {className: "soft"}), warning: el("p", {className: "warn"}), wrong: el("p", {className: "bad text"}),
-      cancel: button("Cancel", {ariaLabel: `Cancel ${name}`}, () => askToCancel(id, name)),
-      output: button("Output", {ariaLabel: `Download the output of ${name}`}, () => this.download(this.batch.output_file_id, "output")),
-      failed: button("Errors", {ariaLabel: `Download the errors of ${name}`}, () => this.download(this.batch.error_file_id, "errors"))});
-    put(this.facts, joined(id !== name && id, model, endpoint, `created ${moment(created)}`, `window ${within}`));
+  constructor({id, metadata, created_at: created, endpoint, completion_window: within}) {
+    const name = this.name = metadata?.file || id;
+    const button = (text, ariaLabel, onclick) => el("button", {type: "button", hidden: true, ariaLabel, onclick}, text);
+    Object.assign(this, {
+      seen: [], badge: el("span", {className: "badge"}), bar: el("progress", {max: 1, ariaLabel: `Rows done of ${name}`}),
+      figures: el("p"), warning: el("p", {className: "warn"}), wrong: el("p", {className: "bad text"}),
+      cancel: button("Cancel", `Cancel ${name}`, () => askToCancel(id, name)),
+      output: button("Output", `Download the output of ${name}`, () => this.download(this.batch.output_file_id, "output")),
+      failed: button("Errors", `Download the errors of ${name}`, () => this.download(this.batch.error_file_id, "errors"))});
+    const facts = joined(id !== name && id, endpoint, `created ${moment(created)}`, `window ${within}`);
     this.root = el("li", {className: "card batch"}, el("div", {className: "row"}, el("h2", {}, name), this.badge), this.bar, this.figures,
-      this.facts, this.warning, this.wrong, el("div", {className: "row actions"}, this.cancel, this.output, this.failed));
+      el("p", {className: "soft"}, facts), this.warning, this.wrong, el("div", {className: "row actions"}, this.cancel, this.output, this.failed));
   }
 
   update(batch) {
-    const {status, request_counts: {total, completed, failed}, in_progress_at: began} = batch, done = completed + failed;
-    const open = OPEN.has(status), now = Date.now() / 1000;
-    this.batch = batch;
+    const {status, request_counts: {total, completed, failed}, in_progress_at: began, errors, warnings, usage} = this.batch = batch;
+    const open = OPEN.has(status), now = Date.now() / 1000, done = completed + failed, wrong = errors?.data || [];
     this.seen = [...this.seen.filter(({at}) => at > now - RATE_S), {at: now, done}];
     const [from] = this.seen, since = now - from.at;
     // A batch that this page has just found has the rate since its begin.
-    const rate = since > 5 ? (done - from.done) / since : began && now > began ? done / (now - began) : 0;
+    const rate = status !== "in_progress" ? 0 : since > 5 ? (done - from.done) / since : began && now > began ? done / (now - began) : 0;
     this.badge.className = `badge ${open ? "busy" : status === "completed" && !failed ? "good" : "bad"}`;
-    put(this.badge, status.replace("_", " "));
     this.bar.value = total ? done / total : 0;
-    put(this.figures, joined(total ? `${number(completed)} of ${count(total, "row")} completed, ${number(failed)} failed` : "the rows are being checked",
-      status === "in_progress" && rate > 0 && `${number(rate)} rows/s`, status === "in_progress" && rate > 0 && `${seconds((total - done) / rate)} left`,
-      batch.usage?.total_tokens && `${number(batch.usage.total_tokens)} tokens`));
-    put(this.warning, (batch.warnings || []).join(" "));
-    const errors = batch.errors?.data || [];
-    put(this.wrong, errors.slice(0, 5).map((one) => `${one.line ? `Line ${one.line}: ` : ""}${one.message}`).join("\n")
-      + (errors.length > 5 ? `\n${errors.length - 5} more` : ""));
-    this.cancel.hidden = !open || status === "cancelling" || status === "finalizing";
+    put(this.badge, status.replace("_", " "));
+    put(this.figures, joined(total ? `${number(completed)} of ${count(total, "row")} completed, ${number(failed)} failed` : "no rows yet",
+      rate > 0 && `${number(rate)} rows/s`, rate > 0 && `${seconds((total - done) / rate)} left`,
+      usage?.total_tokens && `${number(usage.total_tokens)} tokens`));
+    put(this.warning, (warnings || []).join(" "));
+    put(this.wrong, [...wrong.slice(0, 5).map((one) => `${one.line ? `Line ${one.line}: ` : ""}${one.message}`),
+      ...(wrong.length > 5 ? [`${wrong.length - 5} more`] : [])].join("\n"));
+    this.cancel.hidden = !["validating", "in_progress"].includes(status);
     this.output.hidden = !batch.output_file_id;
     this.failed.hidden = !batch.error_file_id;
   }
 
-  async download(id, kind) {
-    try {
-      // A link would not send the key.
-      const url = URL.createObjectURL(await (await ask(`v1/files/${encodeURIComponent(id)}/content`)).blob());
-      el("a", {href: url, download: `${this.batch.id}-${kind}.jsonl`}).click();
-      setTimeout(() => URL.revokeObjectURL(url), 60000);
-    } catch (problem) {
-      put(this.wrong, problem.message);
-    }
+  /* A link would not send the key. */
+  download(id, kind) {
+    return ask(`v1/files/${encodeURIComponent(id)}/content`).then((answer) => answer.blob()).then((blob) => {
+      const href = URL.createObjectURL(blob);
+      el("a", {href, download: `${this.batch.id}-${kind}.jsonl`}).click();
+      setTimeout(() => URL.revokeObjectURL(href), 60000);
+    }).catch((error) => put(this.wrong, error.message));
   }
 }
 
@@ -557,10 +510,10 @@ byId("sure-no").onclick = () => byId("sure").close();
 byId("sure-yes").onclick = async () => {
   const shown = batchViews.get(cancelling);
   byId("sure").close();
-  await ask(`v1/batches/${encodeURIComponent(cancelling)}/cancel`, {method: "POST"}).catch((problem) => shown && put(shown.wrong, problem.message));
+  await ask(`v1/batches/${encodeURIComponent(cancelling)}/cancel`, {method: "POST"}).catch((error) => shown && put(shown.wrong, error.message));
   start();
 };
-byId("older").onclick = () => { cursors.push([...batchViews.keys()].at(-1)); start(); };
+byId("older").onclick = () => { cursors.push(byId("older").value); start(); };
 byId("newest").onclick = () => { cursors.length = 0; start(); };
 
 /* Check the lines of a file in pieces, before its upload. */
@@ -581,10 +534,10 @@ async function check(file) {
       if (performance.now() - told > 500) told = performance.now(), put(byId("check"), `Checking ${file.name}: line ${number(line)}`);
       if (text.trim()) rows += 1, checkRow(text, own, ids, named, refuse);
     }
-  } catch (problem) {
-    if (problem instanceof Problem) return put(byId("check"), problem.message);
+  } catch (error) {
+    if ("status" in error) return put(byId("check"), error.message);
     line += 1;
-    refuse(problem instanceof RangeError ? `longer than ${bytes(MOST_LINE)}` : problem instanceof TypeError ? "not UTF-8, or the file can't be read" : problem.message);
+    refuse(error instanceof RangeError ? `longer than ${bytes(MOST_LINE)}` : "not UTF-8, or the file can't be read");
   }
   if (own !== chosen) return;
   if (!rows && !wrong.length) refuse("the file has no rows");
@@ -595,12 +548,8 @@ async function check(file) {
 }
 
 function checkRow(text, own, ids, named, refuse) {
-  let row;
-  try {
-    row = JSON.parse(text);
-  } catch (error) {
-    return refuse(`not JSON: ${error.message.slice(0, 200)}`);
-  }
+  const row = parsed(text);
+  if (row === undefined) return refuse("not JSON");
   const {custom_id: id, method, url, body} = row || {}, model = body?.model;
   if (typeof id !== "string" || !id || id.length > MOST_ID) refuse(`custom_id must be a text of 1 to ${MOST_ID} characters`);
   else if (ids.has(id)) refuse(`custom_id ${JSON.stringify(id.slice(0, 80))} is not unique`);
@@ -614,42 +563,37 @@ function checkRow(text, own, ids, named, refuse) {
   if (!models.some((one) => one.id === model)) refuse(`the model ${JSON.stringify(model ?? null).slice(0, 200)} is not served for this key`);
 }
 
-function upload(file) {
-  return new Promise((resolve, reject) => {
-    const form = new FormData(), request = new XMLHttpRequest();
-    form.append("purpose", "batch");
-    form.append("file", file, file.name);
-    request.open("POST", "v1/files");
-    for (const [name, value] of Object.entries(headers())) request.setRequestHeader(name, value);
-    request.upload.onprogress = (event) => { byId("sent").value = event.total ? event.loaded / event.total : 0; };
-    request.onerror = () => reject(new Problem(0, "The upload broke off: the service does not answer."));
-    request.onload = () => request.status === 200 ? resolve(JSON.parse(request.responseText))
-      : reject(problemOf(request.status, request.responseText, request.getResponseHeader("retry-after")));
-    request.send(form);
-  });
-}
+/* Only XMLHttpRequest tells the progress of an upload. */
+const upload = (file) => new Promise((resolve, reject) => {
+  const form = new FormData(), request = new XMLHttpRequest();
+  form.append("purpose", "batch");
+  form.append("file", file, file.name);
+  request.open("POST", "v1/files");
+  for (const [name, value] of Object.entries(headers())) request.setRequestHeader(name, value);
+  request.upload.onprogress = (event) => { byId("sent").value = event.total ? event.loaded / event.total : 0; };
+  request.onerror = () => reject(problem(0, "The upload broke off: the service does not answer."));
+  request.onload = () => request.status === 200 ? resolve(JSON.parse(request.responseText))
+    : reject(problemOf(request.status, request.responseText, request.getResponseHeader("retry-after")));
+  request.send(form);
+});
 
 byId("upload").onsubmit = async (event) => {
   event.preventDefault();
-  if (!chosen || byId("start").hidden) return;
-  const {file, url} = chosen;
+  if (byId("start").hidden) return;
+  const {file, url} = chosen, body = {endpoint: url, completion_window: byId("window").value, metadata: {file: file.name.slice(0, 500)}};
   byId("start").hidden = true;
-  byId("sent").hidden = false;
-  byId("sent").value = 0;
+  [byId("sent").hidden, byId("sent").value] = [false, 0];
   put(byId("check"), `Uploading ${file.name}, ${bytes(file.size)} …`);
   try {
-    const {id} = await upload(file);
-    const body = {input_file_id: id, endpoint: url, completion_window: byId("window").value, metadata: {file: file.name.slice(0, 500)}};
-    await ask("v1/batches", {body});
+    await ask("v1/batches", {body: {...body, input_file_id: (await upload(file)).id}});
     put(byId("check"), `${file.name} is a batch now.`);
-    [chosen, cursors.length] = [null, 0];
-  } catch (problem) {
-    put(byId("upload-error"), problem.message);
+    [chosen, cursors.length, byId("file").value] = [null, 0, ""];
+  } catch (error) {
+    put(byId("upload-error"), error.message);
     put(byId("check"), `${file.name} was not started.`);
     byId("start").hidden = false;
   }
   byId("sent").hidden = true;
-  byId("file").value = "";
   start();
 };
 byId("file").onchange = () => byId("file").files[0] && check(byId("file").files[0]);
@@ -657,8 +601,9 @@ for (const kind of ["dragover", "dragleave", "drop"])
   addEventListener(kind, (event) => {
     // Elsewhere on the page, a drop would open the file in place of it.
     event.preventDefault();
-    byId("drop").classList.toggle("over", kind === "dragover" && byId("drop").contains(event.target));
-    if (kind === "drop" && byId("drop").contains(event.target) && event.dataTransfer.files[0]) check(event.dataTransfer.files[0]);
+    const inside = byId("drop").contains(event.target);
+    byId("drop").classList.toggle("over", kind === "dragover" && inside);
+    if (kind === "drop" && inside && event.dataTransfer.files[0]) check(event.dataTransfer.files[0]);
   });
 
 /* Live */
@@ -666,12 +611,12 @@ for (const kind of ["dragover", "dragleave", "drop"])
 const KEEP = 300, SPAN = 5, HEALTH_MS = 5000;
 const TIERS = {"-1": "priority", 0: "default", 1: "flex"};
 const COUNTS = ["completed", "failed", "cancelled", "expired", "rejected"];
+const LIMITS = ["of", "limit", "at most", "used", "left", "new in"];
 const modelViews = new Map(), limits = new Table("Quotas, the fullest first");
-byId("limits").append(limits.root);
 let health = {}, healthAt = -Infinity, stats = null;
+byId("limits").append(limits.root);
 const sum = (items, of) => items.reduce((total, item) => total + (of(item) || 0), 0);
-const most = (items, of) => Math.max(0, ...items.map((item) => of(item) || 0));
-const matches = (...names) => names.some((name) => String(name).toLowerCase().includes(byId("filter").value.trim().toLowerCase()));
+const matches = (name) => String(name).toLowerCase().includes(byId("filter").value.trim().toLowerCase());
 
 async function loadLive(signal) {
   stats = await askJSON("stats", {signal});
@@ -681,7 +626,7 @@ async function loadLive(signal) {
     health = (await fetch("health", {signal}).then((answer) => answer.json()).catch(() => ({}))).models || {};
   }
   for (const [name, model] of Object.entries(stats.models)) {
-    if (!modelViews.has(name)) modelViews.set(name, new ModelView(name)), byId("models").append(modelViews.get(name).root);
+    if (!modelViews.has(name)) modelViews.set(name, new ModelView(name));
     modelViews.get(name).add(model);
   }
   showLive();
@@ -692,49 +637,55 @@ function showLive() {
   if (!stats) return;
   for (const [name, one] of modelViews) one.root.hidden = !(name in stats.models && one.show());
   put(byId("batch-line"), stats.batches ? lineOf(stats.batches) : "this service has none");
-  limits.update(["of", "limit", "at most", "used", "left", "new in"], limitRows(stats.quotas, matches));
+  limits.update(LIMITS, limitRows(stats.quotas, matches));
 }
 
 function lineOf({error, batches = {}, rows = {}, rows_per_s: rate, eta_s: left, oldest_s: oldest, late}) {
   const open = Object.entries(batches).filter(([, many]) => many).map(([state, many]) => `${many} ${state}`).join(", ");
-  return error || (!open ? "none is open" : joined(open, `rows: ${number(rows.waiting)} waiting, ${number(rows.in_flight)} in flight, `
-    + `${number(rows.completed)} completed, ${number(rows.failed)} failed`, `${number(rate)} rows/s`, left && `${seconds(left)} left`,
-  `the oldest is ${seconds(oldest)} old`, late && `${late} will be late`));
+  const states = ["waiting", "in_flight", "completed", "failed"].map((state) => `${number(rows[state])} ${state.replace("_", " ")}`).join(", ");
+  return error || (!open ? "none is open" : joined(open, `rows: ${states}`, `${number(rate)} rows/s`, left && `${seconds(left)} left`,
+    `the oldest is ${seconds(oldest)} old`, late && `${late} will be late`));
 }
 
 function limitRows(quotas, wanted) {
   const all = Object.entries(quotas?.limits || {}).filter(([name]) => wanted(name)).flatMap(([name, states]) =>
-    Object.entries(states).map(([limit, state]) => ({...state, name, limit, most: state.limit, share: 1 - state.remaining / state.limit})));
-  return all.sort((one, other) => other.share - one.share).map((one) => [one.name, one.limit.replaceAll("_", " "), number(one.most),
-    [percent(one.share), one.share], number(one.remaining), one.ends_in_s === null ? "–" : seconds(one.ends_in_s)]);
+    Object.entries(states).map(([limit, state]) => ({name, limit, most: state.limit, state, share: 1 - state.remaining / state.limit})));
+  return all.sort((one, other) => other.share - one.share).map(({name, limit, most, state, share}) => [name, limit.replaceAll("_", " "),
+    number(most), [percent(share), share], number(state.remaining), state.ends_in_s === null ? "–" : seconds(state.ends_in_s)]);
 }
 
-/* What grew per second over the last samples; a replica that came in between does not count. */
+/* Growth per second over the last samples; a replica that came in between does not count. */
 function growth(samples, of) {
   const first = samples[0], last = samples.at(-1), passed = last.at - first.at;
   const before = new Map(first.replicas.map((one) => [one.replica, of(one.batcher)]));
-  return passed > 0 ? sum(last.replicas, (one) => before.has(one.replica) ? Math.max(0, of(one.batcher) - before.get(one.replica)) : 0) / passed : 0;
+  const grown = ({replica, batcher}) => before.has(replica) ? Math.max(0, of(batcher) - before.get(replica)) : 0;
+  return passed > 0 ? sum(last.replicas, grown) / passed : 0;
 }
 
 class Tile {
   constructor(title) {
     Object.assign(this, {value: el("b"), unit: el("i"), detail: el("p")});
-    const space = "http://www.w3.org/2000/svg", svg = document.createElementNS(space, "svg");
-    for (const [name, text] of [["viewBox", "0 0 100 40"], ["preserveAspectRatio", "none"], ["aria-hidden", "true"]]) svg.setAttribute(name, text);
-    this.paths = ["area", "line", "goal"].map((kind) => svg.appendChild(document.createElementNS(space, "path")));
-    this.paths.forEach((one, place) => one.setAttribute("class", ["area", "line", "goal"][place]));
+    const drawn = (tag, parts) => {
+      const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+      for (const [name, value] of Object.entries(parts)) made.setAttribute(name, value);
+      return made;
+    };
+    const svg = drawn("svg", {viewBox: "0 0 100 40", preserveAspectRatio: "none", "aria-hidden": "true"});
+    this.paths = ["area", "line", "goal"].map((kind) => svg.appendChild(drawn("path", {class: kind})));
     this.root = el("div", {className: "tile"}, el("h3", {}, title), this.value, this.unit, this.detail, svg);
   }
 
   update([value, unit, detail, values, top, goal]) {
     put(this.value, value);
     put(this.unit, unit);
-    put(this.detail, detail || "");
+    put(this.detail, detail);
     // A young page fills its plots sooner: their axis is half a minute at first.
     const high = top || Math.max(...values, goal || 0, 1e-9), wide = Math.max(values.length, 30);
-    const x = (index) => (100 * (wide - values.length + index) / (wide - 1)).toFixed(2), y = (one) => (38 - 36 * Math.min(one / high, 1)).toFixed(2);
+    const x = (index) => (100 * (wide - values.length + index) / (wide - 1)).toFixed(2);
+    const y = (one) => (38 - 36 * Math.min(one / high, 1)).toFixed(2);
     const line = values.map((one, index) => `${index ? "L" : "M"}${x(index)} ${y(one)}`).join("");
-    [`${line}L100 40L${x(0)} 40Z`, line, goal ? `M0 ${y(goal)}L100 ${y(goal)}` : ""].forEach((path, place) => this.paths[place].setAttribute("d", path));
+    const drawn = [`${line}L100 40L${x(0)} 40Z`, line, goal ? `M0 ${y(goal)}L100 ${y(goal)}` : ""];
+    drawn.forEach((shape, place) => this.paths[place].setAttribute("d", shape));
   }
 }
 
@@ -743,36 +694,56 @@ class ModelView {
     Object.assign(this, {name, samples: [], past: [], tiles: new Map(), state: el("small"), grid: el("div", {className: "tiles"}),
       replicas: new Table(`Replicas of ${name}`), tenants: new Table(`Tenants of ${name} since the replicas began`)});
     this.root = el("div", {}, el("h2", {}, name, this.state), this.grid, this.replicas.root, this.tenants.root);
+    byId("models").append(this.root);
   }
 
   /* Keep a sample: the measures of all, the replicas for rates only. */
   add(model) {
-    const replicas = model.replicas.filter((one) => one.batcher), of = (name) => sum(replicas, (one) => one.batcher[name]);
-    const worst = (name) => most(replicas, (one) => one.batcher[name]), tiers = {};
+    const replicas = model.replicas.filter((one) => one.batcher), of = (name) => sum(replicas, (one) => one.batcher[name]), tiers = {};
+    const worst = (name) => Math.max(0, ...replicas.map((one) => one.batcher[name] || 0));
     this.model = model;
     this.samples = [...this.samples.slice(-SPAN), {at: performance.now() / 1000, replicas}];
-    for (const {batcher} of replicas)
-      for (const [tier, [records]] of Object.entries(batcher.queue_classes || {})) tiers[TIERS[tier] || "other"] = (tiers[TIERS[tier] || "other"] || 0) + records;
-    const tokens = growth(this.samples, (batcher) => batcher.output_tokens || 0), capacity = of("capacity"), batches = of("total_batches");
+    for (const [tier, [records]] of replicas.flatMap(({batcher}) => Object.entries(batcher.queue_classes || {})))
+      tiers[TIERS[tier] || "other"] = (tiers[TIERS[tier] || "other"] || 0) + records;
+    const rate = (of) => growth(this.samples, (batcher) => of(batcher) || 0), capacity = of("capacity"), batches = of("total_batches");
+    const tokens = rate((batcher) => batcher.output_tokens), busy = rate((batcher) => batcher.busy_time_s) / Math.max(replicas.length, 1);
     this.past = [...this.past.slice(1 - KEEP), {
-      tiers, tokens, capacity, batches, waiting: of("queue_depth"), running: of("running"), flex: of("background_running"), used: of("running_cost"),
-      budget: capacity ? of("running_cost") / capacity : 0, busy: Math.min(1, growth(this.samples, (batcher) => batcher.busy_time_s) / Math.max(replicas.length, 1)),
-      records: growth(this.samples, (batcher) => batcher.total_completed), completed: of("total_completed"),
-      ttft: worst("ttft_p50_s"), ttft99: worst("ttft_p99_s"), tpot: tokens ? of("running") / tokens : 0, wait: worst("wait_p50_s"), wait99: worst("wait_p99_s"),
-      run: worst("run_p50_s"), run99: worst("run_p99_s"), padding: worst("padding_ratio"),
+      tiers, tokens, capacity, waiting: of("queue_depth"), running: of("running"), flex: of("background_running"), used: of("running_cost"),
+      budget: capacity ? of("running_cost") / capacity : 0, busy: Math.min(1, busy), records: rate((batcher) => batcher.total_completed),
+      completed: of("total_completed"), ttft: worst("ttft_p50_s"), ttft99: worst("ttft_p99_s"), tpot: tokens ? of("running") / tokens : 0,
+      wait: worst("wait_p50_s"), wait99: worst("wait_p99_s"), run: worst("run_p50_s"), run99: worst("run_p99_s"), padding: worst("padding_ratio"),
       size: batches ? sum(replicas, ({batcher}) => batcher.avg_batch_size * batcher.total_batches) / batches : 0}];
   }
 
   /* Update what is shown; return whether the filter lets anything of it through. */
   show() {
-    const {model, name} = this, now = this.past.at(-1), series = (key) => this.past.map((one) => one[key]), goals = model.replicas.find((one) => one.goals)?.goals || {};
-    const goal = (value) => value ? `goal ${seconds(value)}` : "no goal", many = model.replicas.length, whole = matches(name), {state, awaits} = health[name] || {};
-    const states = new Set(model.replicas.map((one) => one.turn?.state).filter(Boolean));
-    put(this.state, model.error || joined(many ? count(many, "replica") : joined(state === "ready" ? "asleep" : state || "asleep", awaits), [...states].join(", ")));
+    const {model, name, samples} = this, many = model.replicas.length, whole = matches(name), {state, awaits} = health[name] || {};
+    const turns = new Set(model.replicas.map((one) => one.turn?.state).filter(Boolean));
+    const away = joined(!state || state === "ready" ? "asleep" : state, awaits);
+    put(this.state, model.error || joined(many ? count(many, "replica") : away, [...turns].join(", ")));
+    this.showTiles(many > 0);
+    const rows = model.replicas.filter((one) => one.batcher && (whole || matches(one.replica))).map(({replica, batcher, turn}) => {
+      const own = samples.map(({at, replicas}) => ({at, replicas: replicas.filter((one) => one.replica === replica)}));
+      const share = batcher.capacity ? batcher.running_cost / batcher.capacity : undefined, busy = growth(own, (each) => each.busy_time_s);
+      return [replica, ...(turns.size ? [turn?.state || "–"] : []), number(batcher.queue_depth), number(batcher.running),
+        share === undefined ? "–" : [percent(share), share], percent(Math.min(1, busy)), number(growth(own, (each) => each.total_completed)),
+        seconds(batcher.wait_p99_s), ...COUNTS.map((kind) => number(batcher[`total_${kind}`]))];
+    });
+    const turn = turns.size ? ["turn"] : [], uses = useRows({[name]: model}, (tenant) => whole || matches(tenant));
+    this.replicas.update(["replica", ...turn, "waiting", "running", "KV reserved", "busy", "per second", "wait 99 %", ...COUNTS], rows);
+    const kinds = uses.some((use) => use.cost) ? ["calls", "cost"] : ["calls", "prompt", "cached", "output"];
+    this.tenants.update(["tenant", ...kinds.map((kind) => kinds.length > 2 && kind !== "calls" ? `${kind} tokens` : kind)],
+      uses.map((use) => [use.tenant, ...kinds.map((kind) => number(use[kind]))]));
+    return whole || rows.length > 0 || uses.length > 0;
+  }
+
+  showTiles(awake) {
+    const now = this.past.at(-1), series = (key) => this.past.map((one) => one[key]), goals = this.model.replicas.find((one) => one.goals)?.goals || {};
+    const goal = (value) => value ? `goal ${seconds(value)}` : "no goal", size = now.size ? `${now.size.toFixed(1)} to a batch` : "no batch yet";
     const tiers = Object.entries(now.tiers).map(([tier, records]) => `${records} ${tier}`).join(", ");
-    const tiles = !many ? {} : {
+    const tiles = !awake ? {} : {
       Waiting: [number(now.waiting), "records", tiers || "nothing waits", series("waiting")],
-      Running: [number(now.running), "records", now.capacity ? `${number(now.flex)} flex` : now.batches ? `${now.size.toFixed(1)} to a batch` : "no batch yet", series("running")],
+      Running: [number(now.running), "records", now.capacity ? `${number(now.flex)} flex` : size, series("running")],
       ...(now.capacity ? {
         "KV cache": [percent(now.budget), "reserved", `${number(now.used)} of ${number(now.capacity)} tokens`, series("budget"), 1],
         "Tokens out": [number(now.tokens), "/s", `${number(now.records)} records/s`, series("tokens")],
@@ -787,32 +758,19 @@ class ModelView {
       if (!this.tiles.has(title)) this.tiles.set(title, new Tile(title)), this.grid.append(this.tiles.get(title).root);
       this.tiles.get(title).update(values);
     }
-    const rows = model.replicas.filter((one) => one.batcher && (whole || matches(one.replica))).map((one) => {
-      const own = this.samples.map(({at, replicas}) => ({at, replicas: replicas.filter(({replica}) => replica === one.replica)})), {batcher} = one;
-      const share = batcher.capacity ? batcher.running_cost / batcher.capacity : undefined;
-      return [one.replica, ...(states.size ? [one.turn?.state || "–"] : []), number(batcher.queue_depth), number(batcher.running), share === undefined ? "–" : [percent(share), share],
-        percent(Math.min(1, growth(own, (each) => each.busy_time_s))), number(growth(own, (each) => each.total_completed)), seconds(batcher.wait_p99_s),
-        ...COUNTS.map((kind) => number(batcher[`total_${kind}`]))];
-    });
-    this.replicas.update(["replica", ...(states.size ? ["turn"] : []), "waiting", "running", "KV reserved", "busy", "per second", "wait 99 %", ...COUNTS], rows);
-    const uses = useRows({[name]: model}, (tenant) => whole || matches(tenant)), cost = uses.some((use) => use.cost);
-    this.tenants.update(["tenant", "calls", ...(cost ? ["cost"] : ["prompt tokens", "cached tokens", "output tokens"])],
-      uses.map((use) => [use.tenant, number(use.calls), ...(cost ? [number(use.cost)] : [number(use.prompt), number(use.cached), number(use.output)])]));
-    return whole || rows.length > 0 || uses.length > 0;
   }
 }
 
-/* Sums of tenants by model since the replicas began, the largest first */
+/* Return the sums of each tenant and model since the replicas began, the largest first. */
 function useRows(all, wanted) {
   const sums = new Map(), size = ({prompt, output, cost}) => prompt + output + cost;
   for (const [model, {replicas}] of Object.entries(all))
-    for (const {usage} of replicas)
-      for (const [tenant, used] of Object.entries(usage?.tenants || {})) {
-        if (!used || !wanted(tenant)) continue;
-        const id = JSON.stringify([tenant, model]), total = sums.get(id) || {tenant, model, calls: 0, prompt: 0, cached: 0, output: 0, cost: 0};
-        for (const name of ["calls", "prompt", "cached", "output", "cost"]) total[name] += used[name] || 0;
-        sums.set(id, total);
-      }
+    for (const [tenant, used] of replicas.flatMap(({usage}) => Object.entries(usage?.tenants || {}))) {
+      if (!used || !wanted(tenant)) continue;
+      const id = JSON.stringify([tenant, model]), total = sums.get(id) || {tenant, model, calls: 0, prompt: 0, cached: 0, output: 0, cost: 0};
+      for (const kind of ["calls", "prompt", "cached", "output", "cost"]) total[kind] += used[kind] || 0;
+      sums.set(id, total);
+    }
   return [...sums.values()].sort((one, other) => size(other) - size(one));
 }
 
@@ -820,59 +778,53 @@ byId("filter").oninput = showLive;
 
 /* Keys and use */
 
+const ownUse = new Table("Use since the replicas began"), ownLimits = new Table("Quotas, and what is left");
+const usage = new Table("Use"), allKeys = new Table("API keys");
 let admin = null, usageAsked = "";
-const ownUse = new Table("Use since the replicas began"), ownLimits = new Table("Quotas, and what is left"), usage = new Table("Use"), allKeys = new Table("API keys");
 
 async function loadUse(signal) {
-  const found = await askJSON("stats", {signal});
+  const found = await askJSON("stats", {signal}), any = Object.keys(found.quotas?.limits || {}).length;
   // A key that is not an administrator's gets a 403, once.
-  if (key && admin === null) admin = await askJSON("v1/admin/keys", {signal}).then(({data}) => data, (problem) => {
-    if (problem.status !== 403) throw problem;
+  if (key && admin === null) admin = await askJSON("v1/admin/keys", {signal}).then(({data}) => data, (error) => {
+    if (error.status !== 403) throw error;
     return false;
   });
+  const who = admin ? "This key is an administrator's: it sees all keys and tenants." : key
+    ? "This key sees its own quotas and use, and those of its tenant." : "Without an API key, the page shows the use of all tenants.";
+  put(byId("own-note"), `${who} ${found.quotas?.error || (any ? "" : "No quota limits them.")}`);
   byId("own").append(ownLimits.root, ownUse.root);
-  const any = found.quotas && Object.keys(found.quotas.limits || {}).length;
-  put(byId("own-note"), joined(admin ? "This key is an administrator's: it sees all keys and tenants" : key ? "This key sees its own use, and the use of its tenant"
-    : "Without an API key, the page shows the use of all tenants", found.quotas?.error, !any && "no quota limits it"));
-  ownLimits.update(["of", "limit", "at most", "used", "left", "new in"], limitRows(found.quotas, () => true));
-  ownUse.update(["tenant", "model", "calls", "prompt tokens", "cached tokens", "output tokens", "cost"], useRows(found.models, () => true).map((one) =>
-    [one.tenant, one.model, number(one.calls), number(one.prompt), number(one.cached), number(one.output), number(one.cost)]));
+  ownLimits.update(LIMITS, limitRows(found.quotas, () => true));
+  ownUse.update(["tenant", "model", "calls", "prompt tokens", "cached tokens", "output tokens", "cost"], useRows(found.models, () => true)
+    .map((one) => [one.tenant, one.model, ...[one.calls, one.prompt, one.cached, one.output, one.cost].map(number)]));
   byId("admin").hidden = !admin;
-  if (admin) showKeys();
-  if (admin && usageAsked !== wantedUsage()) await loadUsage(signal);
+  if (admin) await loadAdmin(signal);
   return 15000;
 }
 
-const wantedUsage = () => `${key} v1/admin/usage?${new URLSearchParams({by: byId("by").value, since: byId("since").value})}`;
-
-async function loadUsage(signal) {
-  const wanted = wantedUsage(), by = byId("by").value.split(",");
+async function loadAdmin(signal) {
+  const by = byId("by").value.split(","), wanted = `v1/admin/usage?${new URLSearchParams({by, since: byId("since").value})}`;
+  const quota = (limits) => Object.entries(limits || {}).filter(([, most]) => most).map(([name, most]) => `${number(most)} ${name.replaceAll("_", " ")}`);
+  byId("all-keys").append(allKeys.root);
+  allKeys.update(["name", "tenant", "state", "tiers", "models", "expires", "quota"], admin.map((one) => [
+    one.name, one.tenant, joined(one.state, one.admin && "admin"), one.tiers.join(", "), one.models ? one.models.slice(0, 5).join(", ") : "all",
+    one.expires_at ? moment(one.expires_at) : "never", quota(one.quota).join(", ") || "none"]));
+  // A report reads the whole ledger: it is made once for each choice.
+  if (usageAsked === key + wanted) return;
   put(byId("usage-note"), "The ledger is being read …");
   try {
-    const {rows, since, currency} = await askJSON(wanted.split(" ").pop(), {signal});
-    const numbers = ["calls", "prompt_tokens", "cached_tokens", "output_tokens", "cost", "engine_s", ...(currency ? ["price"] : [])];
-    byId("usage").replaceChildren(usage.root);
-    usage.update([...by, ...numbers.map((name) => name === "price" ? currency : name.replace("_s", " s").replace("_", " "))], rows.map((row) =>
-      [...by.map((name) => row[name]), ...numbers.map((name) => name === "price" ? row.price ?? "–" : name === "engine_s" ? seconds(row[name]) : number(row[name]))]));
+    const {rows, since, currency} = await askJSON(wanted, {signal}), kinds = ["calls", "prompt_tokens", "cached_tokens", "output_tokens", "cost"];
+    byId("usage").append(usage.root);
+    usage.update([...by, ...kinds.map((name) => name.replace("_", " ")), "engine", ...(currency ? [currency] : [])], rows.map((row) =>
+      [...by.map((name) => row[name]), ...kinds.map((name) => number(row[name])), seconds(row.engine_s), ...(currency ? [row.price ?? "–"] : [])]));
     put(byId("usage-note"), `${rows.length ? "Calls" : "No calls"} that ended since ${moment(Date.parse(since) / 1000)}, from the ledger.`);
-  } catch (problem) {
-    if (signal?.aborted || ![400, 404].includes(problem.status)) throw problem;
-    put(byId("usage-note"), problem.message);
+  } catch (error) {
+    if (![400, 404].includes(error.status)) throw error;
+    put(byId("usage-note"), error.message);
   }
-  usageAsked = wanted;
-}
-
-function showKeys() {
-  const limitsOf = (quota) => Object.entries(quota || {}).filter(([, most]) => most).map(([name, most]) =>
-    `${number(most)} ${name.replaceAll("_", " ")}`).join(", ");
-  byId("all-keys").replaceChildren(allKeys.root);
-  allKeys.update(["name", "tenant", "state", "tiers", "models", "expires", "quota"], admin.map((one) =>
-    [one.name, one.tenant, joined(one.state, one.admin && "admin"), one.tiers.join(", "), one.models ? one.models.slice(0, 5).join(", ") : "all",
-      one.expires_at ? moment(one.expires_at) : "never", limitsOf(one.quota) || "none"]));
+  usageAsked = key + wanted;
 }
 
 byId("by").onchange = byId("since").onchange = start;
-
 byId("skip").onclick = (event) => { event.preventDefault(); byId("main").focus(); };
 byId("again").onclick = start;
 addEventListener("hashchange", route);
