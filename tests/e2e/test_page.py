@@ -17,7 +17,7 @@ def test_a_chat_and_a_batch_from_upload_to_download(service: Service) -> None:
     with chromium() as browser:
         visit = Visit(browser, f"{service.url}/")
         page = visit.open()
-        page.get_by_label("Model").select_option("demo")
+        page.get_by_label("Model", exact=True).select_option("demo")
         page.get_by_label("Temperature").fill("0")
         page.get_by_label("Message").fill("What is 47+28?")
         page.get_by_role("button", name="Send").click()
@@ -26,7 +26,7 @@ def test_a_chat_and_a_batch_from_upload_to_download(service: Service) -> None:
         expect(answer.locator(".text")).to_have_text("75")
         expect(answer).to_contain_text("2 out")
 
-        page.get_by_label("Model").select_option("minilm")
+        page.get_by_label("Model", exact=True).select_option("minilm")
         page.get_by_label("Texts").fill("a cat")
         page.get_by_role("button", name="Send").click()
         expect(page.locator("#result")).to_contain_text("a cat → 384 numbers: ")

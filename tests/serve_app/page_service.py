@@ -176,6 +176,7 @@ class PageService:
         self.set_free()
         if not self._serving.done():
             self.stop()
+        self._call(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(STILL_S)
 
@@ -194,6 +195,11 @@ class PageService:
 
     def _call(self, coroutine: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(STILL_S)
+
+    async def _end(self) -> None:
+        if self._folder:
+            self._runner.stop()
+            await self._running
 
     @staticmethod
     def _access(keys: bool) -> KeyStore | None:
@@ -227,8 +233,8 @@ class PageService:
             content = Content(self._folder, store.epoch, DiskContent(self._folder))
             settings = BatchesSettings(folder=str(self._folder))
             rules = KeyRules(set(MODELS), settings)
-            runner = BatchRunner(store, content, self._rows, rules, settings, tick_s=0.05)
-            self._running = asyncio.create_task(runner.run())
+            runner = BatchRunner(store, content, self._rows, rules, tick_s=0.05)
+            self._runner, self._running = runner, asyncio.create_task(runner.run())
             batches = BatchAPI(store, content, runner.notice, limits=lambda key: settings)
             routes.append(Mount("/", batches.app()))
         else:

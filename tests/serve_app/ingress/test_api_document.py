@@ -20,6 +20,7 @@ from serve_app.auth.keys import hash_key
 from serve_app.ingress.api_document import RETRY_S, APIDocument
 from serve_app.ingress.batches import ROUTES
 from serve_app.ingress.deployment import NOT_STORED, Ingress
+from serve_app.ingress.pages import FILES
 from serve_app.ingress.status import ModelState
 from serve_app.jobs.routes import BatchAPI
 from serve_app.settings.schema import parse
@@ -31,6 +32,9 @@ __all__ = ["health"]
 
 KEY = "sk-root"
 LIMIT_S = 20.0
+OF_PAGE = {*FILES, "/stats.html"} - {"/"}
+"""Routes for browsers: the parts of the page, which the document leaves out."""
+
 VLLM = {MOVED.get(path, path) for path in (*OPENAI, *TOKENIZING)}
 """Routes of vLLM's application that clients reach, as vLLM names them."""
 
@@ -138,7 +142,7 @@ def full(folder: Path, health: dict[str, ModelState]) -> Site:
 
 def served(site: Site) -> set[tuple[str, str]]:
     """Return the methods and paths that an application serves."""
-    unserved = {"/metrics", *NOT_STORED}
+    unserved = {"/metrics", *NOT_STORED, *OF_PAGE}
     return {
         (method, re.sub(r":\w+}", "}", route.path))
         for route in site.app.routes
@@ -166,7 +170,7 @@ async def test_every_route_is_in_the_table_of_the_page(health: dict[str, ModelSt
     prefixes = ("/v1/files", "/v1/batches")
     missing = {path for _, path in documented if path not in named and not path.startswith(prefixes)}
     assert missing == set()
-    assert named - {path for _, path in documented} == set()
+    assert named - {path for _, path in documented} == OF_PAGE
 
 
 def test_the_routes_of_files_and_batches_are_those_of_their_deployment() -> None:
