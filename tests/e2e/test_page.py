@@ -27,7 +27,7 @@ def test_a_chat_and_a_batch_from_upload_to_download(service: Service) -> None:
         expect(answer).to_contain_text("2 out")
 
         page.get_by_label("Model", exact=True).select_option("minilm")
-        page.get_by_label("Texts").fill("a cat")
+        page.get_by_label("Texts, one per line", exact=True).fill("a cat")
         page.get_by_role("button", name="Send").click()
         expect(page.locator("#result")).to_contain_text("a cat → 384 numbers: ")
 

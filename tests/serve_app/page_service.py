@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Mount, Route
+from starlette.routing import BaseRoute, Mount, Route
 
 from batcher import BatchStats, ContinuousStats
 from serve_app.api.errors import EXCEPTION_HANDLERS, RequestError
@@ -102,7 +102,7 @@ class Rows:
         """Return the model."""
         return model
 
-    async def load(self, base: str) -> None:
+    async def load(self, base: str | None) -> None:
         """Return no load."""
 
     async def refresh(self) -> None:
@@ -216,7 +216,7 @@ class PageService:
         self.hold.set()
         self.left = threading.Event()
         self._rows = Rows()
-        routes = [
+        routes: list[BaseRoute] = [
             *page_routes(),
             Route("/v1/models", self._models),
             Route("/stats", self._stats),
@@ -320,8 +320,14 @@ class PageService:
 
     async def _usage(self, request: Request) -> Response:
         check_admin(request)
-        numbers = {"calls": 12, "prompt_tokens": 1200, "cached_tokens": 300, "output_tokens": 4100, "cost": 0}
-        row = dict.fromkeys(request.query_params["by"].split(","), HOSTILE) | numbers
+        numbers: JSON = {
+            "calls": 12,
+            "prompt_tokens": 1200,
+            "cached_tokens": 300,
+            "output_tokens": 4100,
+            "cost": 0,
+        }
+        row: JSON = dict.fromkeys(request.query_params["by"].split(","), HOSTILE) | numbers
         row |= {"engine_s": 40.5, "price": "0.0061"}
         since = "2026-11-01T00:00:00+00:00"
         return JSONResponse({"since": since, "until": None, "currency": "EUR", "rows": [row], "total": row})

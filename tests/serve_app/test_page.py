@@ -160,8 +160,18 @@ def test_a_refusal_says_when_to_try_again(serve: Any, visit: Any) -> None:
 @pytest.mark.parametrize(
     ("model", "fields", "shown", "call"),
     [
-        ("minilm", {"Texts": "one\ntwo"}, "two → 384 numbers: 0.1250, ", "client.embeddings.create("),
-        ("reranker", {"Query": "pet", "Documents": "a cat\na rate"}, "0.9000  a cat", "/v1/rerank"),
+        (
+            "minilm",
+            {"Texts, one per line": "one\ntwo"},
+            "two → 384 numbers: 0.1250, ",
+            "client.embeddings.create(",
+        ),
+        (
+            "reranker",
+            {"Query": "pet", "Documents, one per line": "a cat\na rate"},
+            "0.9000  a cat",
+            "/v1/rerank",
+        ),
     ],
 )
 def test_a_model_without_chats_has_a_form(
@@ -171,7 +181,7 @@ def test_a_model_without_chats_has_a_form(
     page.get_by_label("Model", exact=True).select_option(model)
     expect(page.locator("#settings")).to_be_hidden()
     for label, text in fields.items():
-        page.get_by_label(label).fill(text)
+        page.get_by_role("textbox", name=label, exact=True).fill(text)
     page.get_by_role("button", name="Python").click()
     expect(page.locator("#code")).to_contain_text(call)
     page.get_by_role("button", name="Send").click()

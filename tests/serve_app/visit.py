@@ -11,7 +11,7 @@ import pytest
 from tests.progress import STILL_S
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-LIMIT_MS = 8000
+LIMIT_MS = 1000 * STILL_S
 WIDE = {"width": 1280, "height": 900}
 
 needs_chromium = pytest.mark.skipif(
