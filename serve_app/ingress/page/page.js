@@ -247,8 +247,8 @@ function showRoute() {
 
 function showButtons() {
   byId("stop").hidden = !answering;
-  byId("send").disabled = answering || !path();
-  byId("regenerate").hidden = byId("clear").hidden = path() !== CHAT || answering || !chat.length;
+  byId("send").disabled = Boolean(answering) || !path();
+  byId("regenerate").hidden = byId("clear").hidden = path() !== CHAT || Boolean(answering) || !chat.length;
   writeCode();
 }
 
@@ -572,7 +572,7 @@ const upload = (file) => new Promise((resolve, reject) => {
   for (const [name, value] of Object.entries(headers())) request.setRequestHeader(name, value);
   request.upload.onprogress = (event) => { byId("sent").value = event.total ? event.loaded / event.total : 0; };
   request.onerror = () => reject(problem(0, "The upload broke off: the service does not answer."));
-  request.onload = () => request.status === 200 ? resolve(JSON.parse(request.responseText))
+  request.onload = () => request.status === 200 ? resolve(parsed(request.responseText, {}))
     : reject(problemOf(request.status, request.responseText, request.getResponseHeader("retry-after")));
   request.send(form);
 });
@@ -706,10 +706,10 @@ class ModelView {
     for (const [tier, [records]] of replicas.flatMap(({batcher}) => Object.entries(batcher.queue_classes || {})))
       tiers[TIERS[tier] || "other"] = (tiers[TIERS[tier] || "other"] || 0) + records;
     const rate = (of) => growth(this.samples, (batcher) => of(batcher) || 0), capacity = of("capacity"), batches = of("total_batches");
-    const tokens = rate((batcher) => batcher.output_tokens), busy = rate((batcher) => batcher.busy_time_s) / Math.max(replicas.length, 1);
+    const tokens = rate((batcher) => batcher.output_tokens);
     this.past = [...this.past.slice(1 - KEEP), {
       tiers, tokens, capacity, waiting: of("queue_depth"), running: of("running"), flex: of("background_running"), used: of("running_cost"),
-      budget: capacity ? of("running_cost") / capacity : 0, busy: Math.min(1, busy), records: rate((batcher) => batcher.total_completed),
+      budget: capacity ? of("running_cost") / capacity : 0, records: rate((batcher) => batcher.total_completed),
       completed: of("total_completed"), ttft: worst("ttft_p50_s"), ttft99: worst("ttft_p99_s"), tpot: tokens ? of("running") / tokens : 0,
       wait: worst("wait_p50_s"), wait99: worst("wait_p99_s"), run: worst("run_p50_s"), run99: worst("run_p99_s"), padding: worst("padding_ratio"),
       size: batches ? sum(replicas, ({batcher}) => batcher.avg_batch_size * batcher.total_batches) / batches : 0}];
@@ -752,7 +752,7 @@ class ModelView {
       } : {Throughput: [number(now.records), "records/s", `${number(now.completed)} so far`, series("records")],
         Padding: [percent(now.padding), "", "of the cost of batches", series("padding"), 1]}),
       Wait: [seconds(now.wait), "median", `99 %: ${seconds(now.wait99)}`, series("wait99")],
-      "Run time": [seconds(now.run), "median", joined(`99 %: ${seconds(now.run99)}`, `busy ${percent(now.busy)}`), series("run99")]};
+      "Run time": [seconds(now.run), "median", `99 %: ${seconds(now.run99)}`, series("run99")]};
     for (const [title, tile] of this.tiles) if (!(title in tiles)) tile.root.remove(), this.tiles.delete(title);
     for (const [title, values] of Object.entries(tiles)) {
       if (!this.tiles.has(title)) this.tiles.set(title, new Tile(title)), this.grid.append(this.tiles.get(title).root);
