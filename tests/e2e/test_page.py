@@ -24,7 +24,7 @@ def test_a_chat_and_a_batch_from_upload_to_download(service: Service) -> None:
         answer = page.locator(".message.assistant")
         expect(answer).to_contain_text("end: stop")
         expect(answer.locator(".text")).to_have_text("75")
-        expect(answer).to_contain_text("2 out")
+        expect(answer).to_contain_text("17 tokens in, 3 out")
 
         page.get_by_label("Model", exact=True).select_option("minilm")
         page.get_by_label("Texts, one per line", exact=True).fill("a cat")

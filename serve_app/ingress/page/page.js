@@ -531,7 +531,7 @@ async function check(file) {
       line += 1;
       if (own !== chosen) return;
       if (wrong.length > MOST_WRONG) break;
-      if (performance.now() - told > 500) told = performance.now(), put(byId("check"), `Checking ${file.name}: line ${number(line)}`);
+      if (performance.now() - told > 2000) told = performance.now(), put(byId("check"), `Checking ${file.name}: line ${number(line)}`);
       if (text.trim()) rows += 1, checkRow(text, own, ids, named, refuse);
     }
   } catch (error) {
