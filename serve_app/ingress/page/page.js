@@ -479,7 +479,7 @@ class BatchView {
     this.badge.className = `badge ${open ? "busy" : status === "completed" && !failed ? "good" : "bad"}`;
     this.bar.value = total ? done / total : 0;
     put(this.badge, status.replace("_", " "));
-    put(this.figures, joined(total ? `${number(completed)} of ${count(total, "row")} completed, ${number(failed)} failed` : "no rows yet",
+    put(this.figures, joined(total ? `${completed.toLocaleString("en")} of ${count(total, "row")} completed, ${failed.toLocaleString("en")} failed` : "no rows yet",
       rate > 0 && `${number(rate)} rows/s`, rate > 0 && `${seconds((total - done) / rate)} left`,
       usage?.total_tokens && `${number(usage.total_tokens)} tokens`));
     put(this.warning, (warnings || []).join(" "));
@@ -748,7 +748,8 @@ class ModelView {
         "KV cache": [percent(now.budget), "reserved", `${number(now.used)} of ${number(now.capacity)} tokens`, series("budget"), 1],
         "Tokens out": [number(now.tokens), "/s", `${number(now.records)} records/s`, series("tokens")],
         TTFT: [seconds(now.ttft), "median", joined(`99 %: ${seconds(now.ttft99)}`, goal(goals.ttft_p99_s)), series("ttft99"), 0, goals.ttft_p99_s],
-        TPOT: [seconds(now.tpot), "mean", goal(goals.tpot_p99_s), series("tpot"), 0, goals.tpot_p99_s],
+        // While a model begins, few tokens make it high: the plot ends at three times the goal.
+        TPOT: [seconds(now.tpot), "mean", goal(goals.tpot_p99_s), series("tpot"), 3 * (goals.tpot_p99_s || 0), goals.tpot_p99_s],
       } : {Throughput: [number(now.records), "records/s", `${number(now.completed)} so far`, series("records")],
         Padding: [percent(now.padding), "", "of the cost of batches", series("padding"), 1]}),
       Wait: [seconds(now.wait), "median", `99 %: ${seconds(now.wait99)}`, series("wait99")],
