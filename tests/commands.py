@@ -6,7 +6,6 @@ import shlex
 import tomllib
 from collections.abc import Iterator
 from importlib import import_module
-from pathlib import Path
 
 import click
 
@@ -192,10 +191,45 @@ def _check_kustomize(arguments: list[str]) -> None:
         raise CommandError(f"{folder}: there is no kustomization.yaml")
 
 
+RUN_FLAGS = {"--rm", "-d", "--read-only"}
+RUN_VALUES = {"--name", "-p", "-v", "-e", "--gpus", "--shm-size", "--stop-timeout", "--tmpfs"}
+"""Options of `docker run` that the pages use, without a value and with one."""
+
+
+def check_image(name: str) -> None:
+    """Raise a CommandError if the Dockerfile makes no image of a name, at the version of the package."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    target, _, tag = name.removeprefix("saturate-").partition(":")
+    if not name.startswith("saturate-") or tag != version:
+        raise CommandError(f"{name}: must be saturate-TARGET:{version}")
+    _check_target("k8s/Dockerfile", target)
+
+
+def _check_target(path: str, target: str) -> None:
+    if not re.search(rf"^FROM .* AS {re.escape(target)}$", (ROOT / path).read_text(), re.M):
+        raise CommandError(f"{path}: no stage {target}")
+
+
 def _check_docker(arguments: list[str]) -> None:
-    if "--target" not in arguments:
+    if arguments[:1] == ["run"]:
+        _check_docker_run(arguments[1:])
+    elif "--target" in arguments:
+        path = arguments[arguments.index("-f") + 1]
+        target = arguments[arguments.index("--target") + 1]
+        _check_target(path, target)
+        check_image(arguments[arguments.index("-t") + 1])
+
+
+def _check_docker_run(arguments: list[str]) -> None:
+    words = list(arguments)
+    while words and words[0].startswith("-"):
+        option = words.pop(0)
+        if option in RUN_VALUES and words:
+            words.pop(0)
+        elif option not in RUN_FLAGS:
+            raise CommandError(f"docker run {option}: unknown; add it to tests/commands.py")
+    if not words:
+        # The name of a command in a sentence.
         return
-    target = arguments[arguments.index("--target") + 1]
-    dockerfile = Path(ROOT / arguments[arguments.index("-f") + 1]).read_text()
-    if not re.search(rf"^FROM .* AS {re.escape(target)}$", dockerfile, re.M):
-        raise CommandError(f"docker build --target {target}: no such stage")
+    check_image(words[0])
+    _check_saturate(words[1:])

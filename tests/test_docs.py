@@ -18,7 +18,7 @@ from serve_app.settings.completion import complete_config, missing_variables
 from serve_app.settings.fields import Strict
 from serve_app.settings.schema import parse
 from serve_app.settings.user_config import parse_user_config
-from tests import commands, progress
+from tests import commands, compose, progress
 from tests.commands import CommandError, command
 from tests.pages import (
     ROOT,
@@ -43,6 +43,7 @@ KINDS = {
     ("check", "args"): {"yaml"},
     ("check", "deployments"): {"yaml"},
     ("check", "environment"): {"yaml"},
+    ("check", "compose"): {"yaml"},
     ("check", "keys"): {"yaml"},
     ("output", ""): {"json", "text"},
 }
@@ -174,7 +175,11 @@ def test_commands_in_the_prose_exist(page: str) -> None:
         "kubectl apply -k k8s/overlays",
         "pip install -e '.[nothing]'",
         "serve run configs/nothing.yaml",
-        "docker build -f k8s/Dockerfile --target nothing .",
+        "docker build -f k8s/Dockerfile --target nothing -t saturate-nothing:0.1.0 .",
+        "docker build -f k8s/Dockerfile --target cpu -t saturate-cpu:0.0.1 .",
+        "docker run --nothing saturate-cpu:0.1.0",
+        "docker run --rm saturate-nothing:0.1.0",
+        "docker run --rm saturate-cpu:0.1.0 serve --nothing",
         "A=1 nothing | true",
         "ray start --nothing",
         "ray nothing",
@@ -221,6 +226,8 @@ def test_yaml_is_what_the_service_takes(block: Block, tmp_path: Path) -> None:
             parse({"models": [MODEL], **content})
         case "environment":
             assert not missing_variables(content)
+        case "compose":
+            compose.check(content)
         case "keys":
             assert len(read_keys(block.text, str(block))) == len(content)
         case "deployments":
@@ -231,6 +238,26 @@ def test_yaml_is_what_the_service_takes(block: Block, tmp_path: Path) -> None:
                     parse_user_config(taken.user_config)
         case _:
             pytest.fail(f"{block}: say what it is, as in <!-- check: config -->")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("restarts", "always"),
+        ("image", "saturate-tpu:0.1.0"),
+        ("command", ["serves", "demo"]),
+        ("volumes", ["cache:/models"]),
+        ("volumes", ["caches:/cache"]),
+        ("tmpfs", []),
+        ("shm_size", "2 gigabytes"),
+    ],
+)
+def test_a_mistake_in_a_compose_file_is_found(name: str, value: object) -> None:
+    (block,) = select("check", "compose")
+    content = yaml.safe_load(block.text)
+    content["services"]["llm"][name] = value
+    with pytest.raises((ValueError, CommandError)):
+        compose.check(content)
 
 
 def test_a_config_of_one_s_own_has_about_twenty_lines() -> None:

@@ -21,6 +21,21 @@ def warning(host: str | None, *, keys: bool) -> str | None:
     )
 
 
+def loopback_note(host: str | None, usual: str | None) -> str | None:
+    """Return a note about a service on loopback where services usually are not; None: no note.
+
+    Args:
+        host: The address on which the service listens; None: unknown.
+        usual: The address that services of a model get here; None: loopback.
+    """
+    if not usual or is_loopback(usual) or not is_loopback(host or ""):
+        return None
+    return (
+        f"NOTE: this service listens on {host}, so in a container nothing outside of it can connect. Set "
+        f"`http_options.host: {usual}` in the config (--host {usual} for a model)."
+    )
+
+
 def serve_host() -> str | None:
     """Return the address on which Ray Serve listens; None if Ray Serve doesn't run. Called in a replica."""
     # Ray Serve has no public API for its address.

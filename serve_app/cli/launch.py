@@ -32,6 +32,7 @@ from serve_app.cli.serve_config import (
 )
 from serve_app.cli.serve_run import ServeRun
 from serve_app.cli.stop_signals import StopSignals
+from serve_app.models.service import HOST_VARIABLE
 from serve_app.system.processes import adopt_orphans
 from serve_app.system.progress import Progress
 
@@ -54,6 +55,8 @@ def launch(path: Path, *, verbose: bool, log_format: str | None = None) -> int:
     host, port = config.http_options.host, config.http_options.port
     if warning := bind_check.warning(host, keys=asks_for_keys(config)):
         print(warning, file=sys.stderr)
+    if note := bind_check.loopback_note(host, os.environ.get(HOST_VARIABLE)):
+        print(note, file=sys.stderr)
     check_port(host, port, _end_leftovers())
     prepare_haproxy(controller_environment(config))
     forget_dead_cluster()

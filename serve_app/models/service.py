@@ -1,5 +1,7 @@
 """The Serve config of a service with one model on one machine."""
 
+import os
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +16,9 @@ from serve_app.settings.models import BatcherSettings, LLMSettings
 from serve_app.system.yaml_text import Noted, Section, render
 
 HOST, PORT = "127.0.0.1", 8000
+
+HOST_VARIABLE = "SATURATE_HOST"
+"""Environment variable with another default of `http.host`; the container images set it to 0.0.0.0."""
 
 ONE_PROCESS = Noted(
     "vllm.v1.executor.uniproc_executor.UniProcExecutor",
@@ -92,8 +97,13 @@ class ServeConfig:
         return render(document, self.head)
 
 
-def serve_config(service: ServiceParts) -> ServeConfig:
-    """Return the config of a service; it shares no objects with the service."""
+def serve_config(service: ServiceParts, environment: Mapping[str, str] = os.environ) -> ServeConfig:
+    """Return the config of a service; it shares no objects with the service.
+
+    Args:
+        service: The parts of the service.
+        environment: Environment variables of this machine.
+    """
     # Without a copy, a value set in this config would change `ONE_PROCESS` in all later configs.
     service = deepcopy(service)
     model: Section = {
@@ -106,7 +116,8 @@ def serve_config(service: ServiceParts) -> ServeConfig:
         service.head,
         http={
             "host": Noted(
-                HOST, "127.0.0.1: only this machine can connect. A cluster of several machines needs 0.0.0.0."
+                environment.get(HOST_VARIABLE) or HOST,
+                "127.0.0.1: only this machine can connect. A cluster of several machines needs 0.0.0.0.",
             ),
             "port": Noted(PORT),
         },

@@ -2,7 +2,7 @@
 
 import pytest
 
-from serve_app.auth.bind_check import warning
+from serve_app.auth.bind_check import loopback_note, warning
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "localhost", "::1"])
@@ -22,3 +22,15 @@ def test_an_unknown_address_is_taken_for_an_open_one() -> None:
     text = warning(None, keys=False)
     assert text is not None
     assert "an unknown address" in text
+
+
+@pytest.mark.parametrize("usual", [None, "", "127.0.0.1"])
+def test_where_services_listen_on_loopback_there_is_no_note_about_it(usual: str | None) -> None:
+    assert loopback_note("127.0.0.1", usual) is None
+
+
+def test_where_services_listen_on_all_interfaces_a_note_says_that_one_does_not() -> None:
+    text = loopback_note("127.0.0.1", "0.0.0.0")
+    assert text is not None
+    assert "http_options.host: 0.0.0.0" in text
+    assert loopback_note("0.0.0.0", "0.0.0.0") is None

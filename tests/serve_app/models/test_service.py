@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ray.serve.schema import ServeDeploySchema
 
-from serve_app.models.service import ONE_PROCESS, ServiceParts, serve_config
+from serve_app.models.service import HOST_VARIABLE, ONE_PROCESS, ServiceParts, serve_config
 from serve_app.settings.environment import CONTROLLER, HOOK, REPLICAS
 from serve_app.settings.ingress import IngressSettings
 from serve_app.settings.models import BatcherSettings, LLMSettings
@@ -66,6 +66,11 @@ def test_a_config_has_what_differs_between_services() -> None:
         {"name": "Engine:toy", "num_replicas": 3},
     ]
     assert content["http_options"] == {"host": "127.0.0.1", "port": 8000}
+
+
+@pytest.mark.parametrize(("value", "host"), [("0.0.0.0", "0.0.0.0"), ("", "127.0.0.1")])
+def test_the_environment_may_have_another_default_of_the_address(value: str, host: str) -> None:
+    assert serve_config(SERVICE, {HOST_VARIABLE: value}).http["host"].value == host
 
 
 def test_the_limits_that_a_config_shows_are_the_defaults() -> None:
