@@ -1,6 +1,7 @@
-"""Make the generated pages: ``python -m tests.reference``; with ``--check`` only say which are stale.
+"""Make the generated files: ``python -m tests.reference``; with ``--check`` only say which are stale.
 
-Settings, the schema of configs, commands, metrics, statistics and the map of the source come from the code.
+Settings, the schema of configs, commands, metrics, statistics and the map of the source come from the code,
+the Helm chart from the manifests.
 """
 
 import ast
@@ -13,6 +14,7 @@ from typing import Any
 
 import click
 
+from k8s import helm
 from serve_app.api.protocol import JSON
 from serve_app.auth.keys import Key
 from serve_app.cli.main import COMMANDS, saturate
@@ -250,23 +252,33 @@ PAGES: Mapping[Path, Callable[[], str]] = {
     DOCS / "reference/stats.md": statistics,
     DOCS / "explain/source-map.md": source_map,
 }
-"""The generated files, and what makes each."""
+"""The generated pages, and what makes each."""
 
 
-def stale() -> Iterable[Path]:
-    """Yield the files that differ from the code."""
-    for path, made in PAGES.items():
-        if not path.exists() or path.read_text() != made():
+def files() -> dict[Path, str]:
+    """Return the generated files: the pages, and the files of the Helm chart."""
+    return {path: made() for path, made in PAGES.items()} | helm.files()
+
+
+def stale(made: Mapping[Path, str]) -> Iterable[Path]:
+    """Yield the files that differ from the code, and those of the chart that nothing makes any more."""
+    for path, text in made.items():
+        if not path.exists() or path.read_text() != text:
             yield path
+    yield from helm.left_over(made)
 
 
 def main() -> None:
     """Write the files, or check them."""
+    made = files()
     if "--check" in sys.argv[1:]:
-        found = [str(path.relative_to(ROOT)) for path in stale()]
+        found = [str(path.relative_to(ROOT)) for path in stale(made)]
         sys.exit(f"stale, run `make reference`: {', '.join(found)}" if found else 0)
-    for path, made in PAGES.items():
-        path.write_text(made())
+    for path in helm.left_over(made):
+        path.unlink()
+    for path, text in made.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import yaml
 from click.testing import CliRunner
 from pydantic import BaseModel
 
+from k8s import helm
 from serve_app.auth.keys import Key
 from serve_app.cli.main import saturate
 from serve_app.settings.fields import Strict
@@ -28,6 +29,12 @@ def validator() -> jsonschema.Draft202012Validator:
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_the_files_are_made_from_the_code(path: Path) -> None:
     assert path.read_text() == PAGES[path](), "run make reference"
+
+
+def test_the_chart_is_made_from_the_manifests() -> None:
+    made = helm.files()
+    assert [path for path, text in made.items() if path.read_text() != text] == [], "run make reference"
+    assert helm.left_over(made) == []
 
 
 def test_the_map_has_every_folder() -> None:

@@ -170,7 +170,9 @@ def _times(spec: dict[str, Any], config: dict[str, Any]) -> Iterator[str]:
     variables = _variables(OF_CONTROLLER, config["controller_options"])
     hard_stop = int(variables["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"])
     (app,) = config["applications"]
-    for deployment in build_app(build(app["args"]), name=app["name"]).deployments:
+    # With API keys the application builds in the environment of a replica only; they change no time.
+    args = {name: value for name, value in app["args"].items() if name != "access"}
+    for deployment in build_app(build(args), name=app["name"]).deployments:
         seconds = deployment._deployment_config.graceful_shutdown_timeout_s
         if seconds + MARGIN_S > hard_stop:
             yield f"spec.serveConfigV2: {deployment.name} may drain {seconds} s, HAProxy only {hard_stop}"

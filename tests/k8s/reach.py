@@ -40,7 +40,7 @@ OTHERS = {
 
 DISGUISES = {
     "as the head": {PART_OF: "saturate", NODE: "head"},
-    "as a batch pod": {PART_OF: "saturate", "saturate/batch": "true", NODE: "worker"},
+    "as a batch pod": {PART_OF: "saturate", "saturate/batch": "saturate", NODE: "worker"},
     "as the driver": {PART_OF: "saturate-batch-http", NODE: "head"},
     "as redis": {APP: "saturate-redis"},
 }
