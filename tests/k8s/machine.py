@@ -212,19 +212,41 @@ class Machine:
             secrets: What the Secrets have that its environment names, by key.
             token: Ray's token; nothing: Ray asks for none.
         """
-        self._count += 1
-        address = f"{NET}.{self._count}"
-        self.name(name, address)
         command = start_command(group, head)
         container = group["template"]["spec"]["containers"][0]
         env = self._env(container, head or name, secrets or {}, token)
-        log = self._folder / f"{name}.log"
-        namespaces = ["--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        layout = ["layout", IMAGE, address, str(self._folder), _shm(group)]
         entry = ["env", "-i", *env, "bash", "-c", command]
+        return self.launch(name, LAYOUT, [IMAGE], [str(self._folder), _shm(group), *entry], container, env)
+
+    def launch(
+        self,
+        name: str,
+        layout: str,
+        first: Sequence[str],
+        last: Sequence[str],
+        container: dict[str, Any] | None = None,
+        env: Sequence[str] = (),
+    ) -> Running:
+        """Start a program in namespaces of its own, with an address in the pods' network.
+
+        Args:
+            name: The host name.
+            layout: A script, which runs first in the namespaces, reads a line once its network is there, and
+                becomes the program.
+            first: Arguments of the script, before the address.
+            last: Arguments behind the address.
+            container: The container of a pod's template.
+            env: What its processes have in their environment.
+        """
+        self._count += 1
+        address = f"{NET}.{self._count}"
+        self.name(name, address)
+        log = self._folder / f"{name}.log"
+        namespaces = ["--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        script = ["bash", "-c", layout, "layout", *first, address, *last]
         with log.open("w") as output:
             process = subprocess.Popen(
-                [*self._inside(), "unshare", *namespaces, "bash", "-c", LAYOUT, *layout, *entry],
+                [*self._inside(), "unshare", *namespaces, *script],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -239,7 +261,7 @@ class Machine:
         assert process.stdin
         process.stdin.write("\n")
         process.stdin.close()
-        pod = Running(name, address, container, process, pid, log, env, link)
+        pod = Running(name, address, container or {}, process, pid, log, list(env), link)
         self._pods.append(pod)
         return pod
 
@@ -321,7 +343,7 @@ class Machine:
         self, container: Mapping[str, Any], head: str, secrets: Mapping[str, str], token: str
     ) -> list[str]:
         if IMAGE:
-            path, home = "/opt/venv/bin:/usr/local/bin:/usr/bin:/bin", "/home/saturate"
+            path, home = "/opt/venv/bin:/usr/local/bin:/usr/bin:/bin", "/cache"
         else:
             path, home = f"{Path(sys.executable).parent}:{os.environ['PATH']}", str(self._folder)
         variables = {

@@ -1,0 +1,57 @@
+"""The Dockerfile: what its images are, read without building them."""
+
+import pytest
+
+from k8s import health
+from tests.k8s import image
+from tests.k8s.image import ImageError
+from tests.pages import read
+
+TARGETS = ("front", "cpu", "gpu")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_image_runs_saturate_below_an_init_and_not_as_root(target: str) -> None:
+    found = image.read(target)
+    assert found.entrypoint == ["tini", "--", "saturate"]
+    assert found.user == "1000:1000"
+    assert found.env["HOME"] == found.folder == "/cache"
+    assert all(value.startswith("/cache/") for name, value in found.env.items() if name.endswith("_DIR"))
+
+
+@pytest.mark.parametrize("target", ["cpu", "gpu"])
+def test_an_image_with_an_engine_serves_the_demo_and_says_how_it_is(target: str) -> None:
+    found = image.read(target)
+    assert found.command == ["serve", "demo"]
+    assert found.env["SATURATE_HOST"] == "0.0.0.0"
+    assert found.ports == ["8000"]
+    assert found.health == ["saturate-health"]
+
+
+def test_the_health_check_gives_up_before_docker_does() -> None:
+    timeout = image.read("cpu").health_options["timeout"]
+    assert float(timeout.removesuffix("s")) > health.TIMEOUT_S
+
+
+def test_the_page_has_the_facts_of_the_image() -> None:
+    page = read("serve_app/docs/howto/docker.md")
+    found = image.read("gpu")
+    minutes = found.health_options["start-period"].removesuffix("m")
+    assert f"for up to {minutes}\nminutes" in page
+    assert f"`{found.env['HOME']}`, the home of the user" in page
+    assert f"user of the container, {found.user.partition(':')[0]}" in page
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("COPY k8s/machine.sh /", ""), "k8s/machine.sh is left out by Dockerfile.dockerignore"),
+        (('SHELL ["bash"]', ""), "SHELL: unknown here"),
+    ],
+)
+def test_a_step_that_a_builder_would_refuse_is_found(change: tuple[str, str], message: str) -> None:
+    text = image.DOCKERFILE.read_text().replace(
+        "FROM runtime AS front\n", f"FROM runtime AS front\n{change[0]}\n"
+    )
+    with pytest.raises(ImageError, match=message):
+        image.read("front", text)
