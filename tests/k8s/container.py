@@ -148,7 +148,18 @@ def start(
     program = ["env", "-i", *env, "sh", "-c", script, image.folder, *entry]
     last = [str(folder.parent), str(volume), shm, "tmp" if read_only else "", image.user, *program]
     running = machine.launch(name, LAYOUT, layers, last, env=env)
+    # The layout is done when the image's own first process is there.
+    progress.wait_until(
+        lambda: running.process.poll() is not None or _name(running.pid) == image.entrypoint[0]
+    )
     return Container(image, running, machine, volume, None if read_only else upper)
+
+
+def _name(pid: int) -> str:
+    """Return the name of a process; empty if it has ended."""
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).name()
+    return ""
 
 
 def leave_an_orphan(container: Container) -> None:

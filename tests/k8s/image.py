@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dockerfile_parse import DockerfileParser
+from dockerfile_parse import DockerfileParser  # type: ignore[import-untyped]
 
 from tests.k8s.rendering import K8S, REPOSITORY
 
@@ -35,7 +35,7 @@ debootstrap --variant=minbase --include=python3,python3-pip,python3-venv,ca-cert
 ln -s /usr/bin/python3 "$1/usr/local/bin/python"
 ln -s /usr/bin/python3 "$1/usr/local/bin/python3"
 rm -f "$1"/usr/lib/python3*/EXTERNALLY-MANAGED
-mkdir -p "$1/usr/local/lib/python3.11"
+touch "$1/etc/hosts" "$1/etc/resolv.conf"
 """
 """Makes the folder that stands for the base image."""
 

@@ -90,7 +90,7 @@ def test_with_a_read_only_root_the_health_check_finds_the_port_in_use(
 ) -> None:
     command = ["serve", "demo", "--port", "9000"]
     running = container.start(place, cpu, tmp_path / "sealed", command, read_only=True, shm="2g")
-    done = running.execute(["touch", "/usr/local/file"])
+    done = running.execute(["touch", "/models/file"])
     assert "Read-only file system" in done.stderr
     running.wait_healthy()
     check_answer(running, 9000)
