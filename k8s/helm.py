@@ -583,7 +583,8 @@ def schema() -> dict[str, Any]:
         "type": "object",
         "description": "Helm's values for all charts of a release.",
     }
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found}
+    # The draft that every Helm 3 and 4 reads.
+    return {"$schema": "http://json-schema.org/draft-07/schema#", **found}
 
 
 def _rows(part: Part, above: str = "") -> list[tuple[str, Any, str]]:
