@@ -50,6 +50,10 @@ FILES = 65536
 """Open files that Docker allows at least."""
 
 
+COLLECT_S = 30.0
+"""Seconds within which the first process of a container collects an ended process."""
+
+
 @dataclass(slots=True)
 class Container:
     """A container that runs.
@@ -165,7 +169,8 @@ def _name(pid: int) -> str:
 def leave_an_orphan(container: Container) -> None:
     """Have a process in a container lose its parent; return when the first process has collected it."""
     container.execute(["sh", "-c", "sleep 0.2 & exit"])
-    progress.wait_until(lambda: "sleep" not in names(container), every_s=0.1)
+    # The service works meanwhile, which is no progress of this wait.
+    progress.wait_until(lambda: "sleep" not in names(container), most_s=COLLECT_S, every_s=0.1)
 
 
 def names(container: Container) -> list[str]:
