@@ -102,3 +102,12 @@ def test_the_demo_of_a_cluster_is_the_local_one_but_for_what_several_nodes_need(
 @pytest.mark.parametrize("path", sorted(K8S.rglob("*.yaml")), ids=lambda path: str(path.relative_to(K8S)))
 def test_every_manifest_says_what_it_is(path: Path) -> None:
     assert path.read_text().startswith("# ")
+
+
+@pytest.mark.parametrize("order", [["api-keys", "batch-group"], ["batch-group", "api-keys"]], ids=" ".join)
+def test_batch_pods_have_no_api_keys(order: list[str], tmp_path: Path) -> None:
+    documents = render(with_components(OVERLAYS[0], order, tmp_path))
+    (service,) = [document for document in documents if document["kind"] == "RayService"]
+    groups = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    having = [group["groupName"] for group in groups if "api-keys" in yaml.safe_dump(group)]
+    assert having == ["cpu"]
