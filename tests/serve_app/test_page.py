@@ -82,6 +82,7 @@ def test_a_chat_is_streamed_with_its_settings_and_tells_its_usage(serve: Any, vi
     page.get_by_role("button", name="Send").click()
     answer = page.locator(".message.assistant")
     expect(answer).to_contain_text("You said ")
+    expect(page.locator(".message.user .text")).to_have_text("hello <i>there</i>")
     expect(page.get_by_role("button", name="Send")).to_be_disabled()
     service.set_free()
     expect(answer).to_contain_text("You said <b>hello <i>there</i></b>, and that is fine.")
@@ -321,6 +322,8 @@ def test_wrong_lines_are_named_before_the_upload(serve: Any, visit: Any) -> None
         json.dumps(good | {"custom_id": "d", "body": []}),
         json.dumps(good | {"custom_id": "e", "method": "GET"}),
         "null",
+        "",
+        json.dumps(good | {"custom_id": "f", "body": None}),
     ]
     choose(page, "\n".join(wrong))
     listed = page.locator("#wrong li")
@@ -336,6 +339,7 @@ def test_wrong_lines_are_named_before_the_upload(serve: Any, visit: Any) -> None
         8: "body must be an object",
         9: "method must be POST",
         10: "custom_id must be a text",
+        12: "body must be an object",
     }.items():
         assert any(one.startswith(f"Line {line}: {text}") for one in texts), (line, text, texts)
     expect(page.get_by_role("button", name="Upload and start")).to_be_hidden()
