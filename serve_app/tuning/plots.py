@@ -73,7 +73,7 @@ def draw_profile(name: str, observations: Sequence[Observation], fit: Fit, path:
         axis.plot(x, [predicted for _, predicted in points], "-", color=RED, label="profile")
         axis.set_xlabel(label)
         axis.set_ylabel("ms")
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.1 * axis.get_ylim()[1])
     _save(figure, axes, f"{name}: R² {fit.r2:.4f}, largest difference {fit.largest_error:.1%}", path)
 
 
