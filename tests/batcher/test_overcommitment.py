@@ -180,7 +180,15 @@ def compared(lengths: list[int], streams: bool = True) -> tuple[Engine, Engine]:
     return sure, likely
 
 
-@pytest.mark.parametrize(("spread", "streams"), [(0.5, True), (1.0, True), (1.5, True), (1.0, False)])
+@pytest.mark.parametrize(
+    ("spread", "streams"),
+    [
+        pytest.param(0.5, True, marks=pytest.mark.long),
+        (1.0, True),
+        pytest.param(1.5, True, marks=pytest.mark.long),
+        (1.0, False),
+    ],
+)
 def test_short_answers_let_more_rows_run_and_the_memory_is_enough(spread: float, streams: bool) -> None:
     sure, likely = compared(lognormal(spread, 4_000), streams)
     assert likely.row_s / likely.seconds >= 2 * sure.row_s / sure.seconds
@@ -207,7 +215,14 @@ WRONG: dict[str, Callable[[int], int]] = {
 }
 
 
-@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "jump",
+        "short phases",
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("phases", "at random")),
+    ],
+)
 def test_wrong_estimates_lose_nothing(kind: str) -> None:
     sure, likely = compared([WRONG[kind](number) for number in range(2_000)])
     assert likely.tokens / likely.seconds >= sure.tokens / sure.seconds

@@ -234,7 +234,9 @@ class Failing:
         self._call("remove_folder", folder)
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize(
+    "seed", [*range(30), *(pytest.param(n, marks=pytest.mark.long) for n in range(30, 100))]
+)
 def test_results_are_whole_whatever_fails(
     seed: int, opened: Open, storage: Storage[Input], tmp_path: Path
 ) -> None:

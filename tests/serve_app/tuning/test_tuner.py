@@ -56,7 +56,13 @@ CASES = [
     Case("h100-70b-tp4", "2000:1000", "200:100", "ttft_p99<1.5", 1, 600),
     Case("h100-8b", "64", "64", "latency_p95<2", 1, 60),
 ]
-every_case = pytest.mark.parametrize("case", CASES, ids=str)
+every_case = pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=str(case), marks=[pytest.mark.long] if number else [])
+        for number, case in enumerate(CASES)
+    ],
+)
 
 
 @dataclass
@@ -116,14 +122,9 @@ async def grid(case: Case, loop: Loop, most: float) -> tuple[float, float]:
     raise AssertionError("no load of the grid holds")
 
 
-@pytest.mark.parametrize(
-    "case",
-    # Each grid takes ten seconds and more.
-    [
-        pytest.param(case, id=str(case), marks=[pytest.mark.long] if number else [])
-        for number, case in enumerate(CASES)
-    ],
-)
+# A grid takes ten seconds and more.
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_goodput_is_that_of_a_grid_in_a_fifth_of_its_time(case: Case) -> None:
     found = tuned(case)
     profile = DEVICES[case.device]

@@ -163,8 +163,10 @@ def test_rows_with_short_answers_are_overcommitted() -> None:
 
 @pytest.mark.parametrize(
     "lengths",
-    [[40] * 200 + [MOST] * 150, ([40] * 100 + [MOST] * 100) * 2],
-    ids=["short, then always the most", "phases"],
+    [
+        pytest.param([40] * 200 + [MOST] * 150, id="short, then always the most"),
+        pytest.param(([40] * 100 + [MOST] * 100) * 2, id="phases", marks=pytest.mark.long),
+    ],
 )
 def test_a_prediction_that_is_wrong_costs_nothing(lengths: list[int]) -> None:
     safe, more = serve("guaranteed_no_evict", lengths), serve("max_utilization", lengths)
