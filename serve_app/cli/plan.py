@@ -16,7 +16,7 @@ from serve_app.tuning.goals import METRICS, Goal, batcher_goals, parse_goals
 from serve_app.tuning.plan_report import PlanReport
 from serve_app.tuning.planning import FitError, NoPlanError, Search, Trials, check_fit
 from serve_app.tuning.twin import MARGINS, Routing
-from serve_app.tuning.workload import Batch, LengthError, Lengths, StepGoals, Workload
+from serve_app.tuning.workload import BatchWork, LengthError, StepGoals, TokenLengths, Workload
 
 BOUND = 0.95
 """Goals that bound the steps of rows, as a share of the goals that are to hold."""
@@ -38,12 +38,12 @@ def _device(value: str) -> Profile:
     return found
 
 
-def parse_batch(text: str) -> tuple[Lengths, Lengths]:
+def parse_batch(text: str) -> tuple[TokenLengths, TokenLengths]:
     """Return the lengths of rows' prompts and answers, from a text such as "512:256/128"."""
     input, slash, output = text.partition("/")
     if not slash:
         raise LengthError(f"{text!r} is not a batch; write PROMPT/ANSWER in tokens, as in 512:256/128")
-    return Lengths.parse(input), Lengths.parse(output)
+    return TokenLengths.parse(input), TokenLengths.parse(output)
 
 
 @click.command()
@@ -57,7 +57,7 @@ def parse_batch(text: str) -> tuple[Lengths, Lengths]:
 )
 @click.option(
     "--input",
-    callback=parsed(Lengths.parse),
+    callback=parsed(TokenLengths.parse),
     required=True,
     metavar="TOKENS",
     help="Tokens of a prompt: a number, or MEAN:SPREAD for lognormal lengths with this mean and standard "
@@ -65,7 +65,7 @@ def parse_batch(text: str) -> tuple[Lengths, Lengths]:
 )
 @click.option(
     "--output",
-    callback=parsed(Lengths.parse),
+    callback=parsed(TokenLengths.parse),
     required=True,
     metavar="TOKENS",
     help="Tokens of an answer, in the format of --input.",
@@ -147,10 +147,10 @@ def parse_batch(text: str) -> tuple[Lengths, Lengths]:
 @click.option("--json", "as_json", is_flag=True, help="JSON for programs.")
 def plan(
     rate: float,
-    input: Lengths,
-    output: Lengths,
+    input: TokenLengths,
+    output: TokenLengths,
     goals: tuple[Goal, ...],
-    batch: tuple[Lengths, Lengths] | None,
+    batch: tuple[TokenLengths, TokenLengths] | None,
     batch_tokens: float,
     device: str,
     max_tokens: int | None,
@@ -189,7 +189,7 @@ def plan(
         held = batcher_goals(goals)
         # A step at its bound is a little longer than predicted.
         bounds = StepGoals(*(BOUND * held.get(name, math.inf) for name in ("ttft_p99_s", "tpot_p99_s")))
-        workload = replace(workload, batch=Batch(*batch, batch_tokens), goals=bounds)
+        workload = replace(workload, batch=BatchWork(*batch, batch_tokens), goals=bounds)
     try:
         profile = _device(device)
     except ValueError as error:

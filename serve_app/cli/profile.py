@@ -17,14 +17,14 @@ from serve_app.tuning.profiling import (
     LEAST_R2,
     Fit,
     Measurement,
-    Observation,
     ObservationError,
+    Timing,
     file_of,
     fit,
     profile_of,
     source_of,
 )
-from serve_app.tuning.service import Facts, Service
+from serve_app.tuning.service import ModelFacts, Service
 
 BAD_FIT = 3
 """Exit code for a bad fit."""
@@ -132,7 +132,7 @@ def profile(
 
 async def _measure(
     url: str, key: str | None, model: str | None, step_tokens: int | None, progress: Progress
-) -> tuple[Facts, int, Measurement]:
+) -> tuple[ModelFacts, int, Measurement]:
     """Measure a model of the service at `url`; return the facts, `max_num_batched_tokens` and the points."""
     async with Service(url, api_key=key) as service:
         found = await service.find(model)
@@ -149,7 +149,7 @@ async def _measure(
         return facts, tokens, measurement
 
 
-def summary(profile: Profile, fit: Fit, observations: list[Observation]) -> str:
+def summary(profile: Profile, fit: Fit, observations: list[Timing]) -> str:
     """Return a table of the measured times and the profile's times."""
     width = max(len(each.about) for each in observations)
     lines = [f"{'':{width}}  measured   profile  difference"]

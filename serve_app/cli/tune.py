@@ -30,7 +30,7 @@ from serve_app.tuning.load import Prompt
 from serve_app.tuning.plots import PlotError, check_plot, draw_tuning
 from serve_app.tuning.tune_report import body, text
 from serve_app.tuning.tuner import LoneMissError
-from serve_app.tuning.workload import Lengths
+from serve_app.tuning.workload import TokenLengths
 
 MOST_PROMPTS = 10_000
 """Most rows of a dataset."""
@@ -51,7 +51,7 @@ MOST_PROMPTS = 10_000
 )
 @click.option(
     "--input",
-    callback=parsed(Lengths.parse),
+    callback=parsed(TokenLengths.parse),
     default="512",
     show_default=True,
     metavar="TOKENS",
@@ -61,7 +61,7 @@ MOST_PROMPTS = 10_000
 )
 @click.option(
     "--output",
-    callback=parsed(Lengths.parse),
+    callback=parsed(TokenLengths.parse),
     default="128",
     show_default=True,
     metavar="TOKENS",
@@ -164,8 +164,8 @@ def tune(
     url: str,
     model: str | None,
     goals: tuple[Goal, ...],
-    input: Lengths,
-    output: Lengths,
+    input: TokenLengths,
+    output: TokenLengths,
     dataset: str | None,
     ledger: str | None,
     since: datetime | None,

@@ -17,7 +17,7 @@ from serve_app.client import base_url
 from serve_app.settings.config_file import ConfigFileError, read_file
 from serve_app.system.yaml_text import updated_or_new
 from serve_app.tuning.load import Generator
-from serve_app.tuning.tuner import Choice
+from serve_app.tuning.tuner import TunedSettings
 
 LOCAL = {"127.0.0.1", "localhost", "::1", "0.0.0.0"}
 
@@ -42,7 +42,7 @@ class Change:
     left_out: tuple[str, ...]
 
 
-def changed(config: JSON, model: str, choice: Choice) -> Change:
+def changed(config: JSON, model: str, choice: TunedSettings) -> Change:
     """Return a Serve config with the chosen settings.
 
     The settings go into the `user_config` of the model's deployment; such a change restarts nothing.
@@ -114,7 +114,7 @@ class RunningConfig:
                 "started with a config; change the config with --write, and deploy it"
             )
 
-    async def apply(self, generator: Generator, model: str, choice: Choice) -> Change:
+    async def apply(self, generator: Generator, model: str, choice: TunedSettings) -> Change:
         """Deploy the settings without a restart, and wait until all replicas have them.
 
         Raises:
@@ -189,7 +189,7 @@ def _mapping(place: str, value: Any) -> JSON:
     return value
 
 
-def write_config(path: Path, model: str, choice: Choice) -> Change:
+def write_config(path: Path, model: str, choice: TunedSettings) -> Change:
     """Put the settings into a config and keep its comments; the previous config is kept as a backup.
 
     Raises:

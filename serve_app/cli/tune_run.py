@@ -12,11 +12,11 @@ from serve_app.client import ServiceError
 from serve_app.relay.usage import Tokens
 from serve_app.system.progress import Progress
 from serve_app.tuning.goals import Goal
-from serve_app.tuning.load import Generator, Load, Prompt, Requests, Step
-from serve_app.tuning.service import Facts, Service
+from serve_app.tuning.load import Generator, LoadLevel, LoadStep, Prompt, Requests
+from serve_app.tuning.service import ModelFacts, Service
 from serve_app.tuning.tune_report import BesideBatch, Tuning, line
 from serve_app.tuning.tuner import MARGIN, Tuner, choose, is_small
-from serve_app.tuning.workload import Lengths
+from serve_app.tuning.workload import TokenLengths
 
 STEPS_DOWN = 4
 """Most times that the rate is lowered while the goals don't hold with the settings."""
@@ -61,8 +61,8 @@ class TuneOptions:
     url: str
     model: str | None
     key: str | None
-    input: Lengths
-    output: Lengths
+    input: TokenLengths
+    output: TokenLengths
     prompts: Sequence[Prompt]
     ledger: Mapping[str, Sequence[Tokens]] | None
     goals: tuple[Goal, ...]
@@ -89,7 +89,8 @@ class TuneOptions:
                 "earlier --since, or --input and --output"
             )
         input, output = (
-            Lengths(sum(getattr(call, part) for call in calls) / len(calls)) for part in ("prompt", "output")
+            TokenLengths(sum(getattr(call, part) for call in calls) / len(calls))
+            for part in ("prompt", "output")
         )
         return Requests(model, input, output, calls=calls, tier=tier)
 
@@ -166,16 +167,16 @@ class TuneRun:
                 if question.beside_batch:
                     await self._beside(service, generator, facts)
 
-    async def _steps(self, generator: Generator, facts: Facts) -> None:
+    async def _steps(self, generator: Generator, facts: ModelFacts) -> None:
         """Run the load steps, and choose the settings."""
         question, found = self._question, self.found
         tuner = self._tuner(generator)
         found.lone = await tuner.lone()
         single = []
         if question.concurrency is not None:
-            single.append(Load("closed", question.concurrency))
+            single.append(LoadLevel("closed", question.concurrency))
         if question.rate is not None:
-            single.append(Load("open", question.rate))
+            single.append(LoadLevel("open", question.rate))
         if single:
             for load in single:
                 if not (question.beside_batch and load.loop == "open"):
@@ -204,7 +205,7 @@ class TuneRun:
         change = await config.apply(generator, self.found.model, choice)
         self._warnings += [f"not applied: {each}" for each in change.left_out]
         for _ in range(STEPS_DOWN + 1):
-            step = await tuner.measure(Load("open", choice.rate))
+            step = await tuner.measure(LoadLevel("open", choice.rate))
             self.found.applied = (*self.found.applied, step)
             if step.holds:
                 break
@@ -216,7 +217,7 @@ class TuneRun:
             self.found.choice = choice
             await config.apply(generator, self.found.model, choice)
 
-    async def _beside(self, service: Service, generator: Generator, facts: Facts) -> None:
+    async def _beside(self, service: Service, generator: Generator, facts: ModelFacts) -> None:
         """Measure live traffic at the given rate beside batch work."""
         question = self._question
         assert question.rate is not None
@@ -230,7 +231,7 @@ class TuneRun:
             # At first all requests of the batch work process their prompts.
             await asyncio.sleep(min(question.seconds, 10.0))
             began = clock()
-            live = await tuner.measure(Load("open", question.rate))
+            live = await tuner.measure(LoadLevel("open", question.rate))
             ended = clock()
             # Wait for the answers in flight: their tokens belong to the measured time.
             await asyncio.sleep(min(question.seconds, 2 * self._life_s()))
@@ -253,7 +254,7 @@ class TuneRun:
             progress=self._tell,
         )
 
-    def _tell(self, load: Load, step: Step | None) -> None:
+    def _tell(self, load: LoadLevel, step: LoadStep | None) -> None:
         if step is None:
             self._progress.show(f"{load}, {self._question.seconds:g} s")
             return
@@ -261,7 +262,7 @@ class TuneRun:
         self._late_s = max(self._late_s, step.late_s)
         self._small |= is_small(step) and step.load.loop == "open"
 
-    async def _idle(self, generator: Generator) -> Facts:
+    async def _idle(self, generator: Generator) -> ModelFacts:
         """Return the facts; add a warning if the service has other work."""
         for _ in range(IDLE_LOOKS):
             facts = await generator.facts()
@@ -273,7 +274,7 @@ class TuneRun:
         )
         return facts
 
-    async def _end(self, generator: Generator, before: Facts) -> None:
+    async def _end(self, generator: Generator, before: ModelFacts) -> None:
         """Add warnings about other requests and changed replicas."""
         try:
             after = await generator.facts()

@@ -14,8 +14,8 @@ from serve_app.api.protocol import JSON
 from serve_app.client import ServiceError
 from serve_app.relay.usage import Tokens
 from serve_app.tuning.goals import METRICS, Goal, Metric
-from serve_app.tuning.service import TOKENS, Answer, Ask, Facts, Service
-from serve_app.tuning.workload import Arrival, Lengths
+from serve_app.tuning.service import TOKENS, LoadAnswer, LoadRequest, ModelFacts, Service
+from serve_app.tuning.workload import Arrival, TokenLengths
 
 Loop = Literal["open", "closed"]
 
@@ -50,7 +50,7 @@ SETTLE_LOOKS, SETTLE_S = 20, 0.1
 """Looks at the service after a step, until none of its requests runs there, and the seconds between them."""
 
 
-class Load(NamedTuple):
+class LoadLevel(NamedTuple):
     """A load.
 
     Attributes:
@@ -88,8 +88,8 @@ class Requests:
     """
 
     model: str
-    input: Lengths
-    output: Lengths
+    input: TokenLengths
+    output: TokenLengths
     prompts: Sequence[Prompt] = ()
     calls: Sequence[Tokens] = ()
     tier: str = "default"
@@ -131,7 +131,7 @@ class Requests:
             ask = copy.next()
             yield Arrival(at, len(ask.body["prompt"]), ask.tokens)
 
-    def next(self) -> Ask:
+    def next(self) -> LoadRequest:
         """Return the next request."""
         call = self._numbers.choice(self.calls) if self.calls else None
         tokens = self.output.draw(self._numbers) if call is None else call.output
@@ -151,20 +151,20 @@ class Requests:
                 cached = min(call.cached, call.prompt - 1)
                 own = self._numbers.choices(TOKENS, k=call.prompt - cached)
                 prompt = self._beginning[:cached] + own
-            return Ask("/v1/completions", body | {"prompt": prompt, "ignore_eos": True}, tokens)
+            return LoadRequest("/v1/completions", body | {"prompt": prompt, "ignore_eos": True}, tokens)
         if not self._left:
             self._left = self._numbers.sample(self.prompts, len(self.prompts))
         text = self._left.pop()
         if isinstance(text, str):
-            return Ask("/v1/completions", body | {"prompt": text}, tokens)
-        return Ask("/v1/chat/completions", body | {"messages": text}, tokens)
+            return LoadRequest("/v1/completions", body | {"prompt": text}, tokens)
+        return LoadRequest("/v1/chat/completions", body | {"messages": text}, tokens)
 
 
 # A step
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class LoadStep:
     """Requests under one load.
 
     Attributes:
@@ -186,7 +186,7 @@ class Step:
         late_s: The longest time by which a request was sent too late.
     """
 
-    load: Load
+    load: LoadLevel
     goals: tuple[Goal, ...]
     samples: dict[Metric, list[float]]
     sent: int
@@ -205,16 +205,16 @@ class Step:
     @classmethod
     def of(
         cls,
-        load: Load,
+        load: LoadLevel,
         goals: tuple[Goal, ...],
-        answers: Sequence[Answer],
+        answers: Sequence[LoadAnswer],
         window: tuple[float, float],
         *,
         began_at: float,
         now: float,
         cut: bool = False,
         late_s: float = 0.0,
-    ) -> "Step":
+    ) -> "LoadStep":
         """Return the step that some requests make.
 
         Args:
@@ -265,7 +265,7 @@ class Step:
             late_s=late_s,
         )
 
-    def merged(self, other: "Step") -> "Step":
+    def merged(self, other: "LoadStep") -> "LoadStep":
         """Return this step and another step under the same load as one step."""
         seconds = self.seconds + other.seconds
         flight = self.in_flight * self.seconds + other.in_flight * other.seconds
@@ -351,7 +351,11 @@ class Step:
 
 
 def is_hopeless(
-    answers: Iterable[Answer], goals: Iterable[Goal], window: tuple[float, float], expected: float, now: float
+    answers: Iterable[LoadAnswer],
+    goals: Iterable[Goal],
+    window: tuple[float, float],
+    expected: float,
+    now: float,
 ) -> bool:
     """Return whether a goal is missed for certain, whatever the requests to come do.
 
@@ -370,7 +374,11 @@ def is_hopeless(
 
 
 def is_clear(
-    load: Load, answers: Iterable[Answer], goals: Iterable[Goal], window: tuple[float, float], now: float
+    load: LoadLevel,
+    answers: Iterable[LoadAnswer],
+    goals: Iterable[Goal],
+    window: tuple[float, float],
+    now: float,
 ) -> bool:
     """Return whether a closed loop holds its goals for certain; False for an open one: a queue grows slowly.
 
@@ -390,23 +398,23 @@ def is_clear(
     )
 
 
-def _misses(counted: Iterable[Answer], goal: Goal, now: float) -> int:
+def _misses(counted: Iterable[LoadAnswer], goal: Goal, now: float) -> int:
     return sum(_missed(each, goal, now) for each in counted)
 
 
-def _decided(counted: Iterable[Answer], goal: Goal, now: float) -> int:
+def _decided(counted: Iterable[LoadAnswer], goal: Goal, now: float) -> int:
     """Return the number of requests that have missed a goal or held it."""
     found = (each.seconds(goal.metric, now) for each in counted)
     return sum(each is not None and (each[1] or each[0] >= goal.bound) for each in found)
 
 
-def _missed(answer: Answer, goal: Goal, now: float) -> bool:
+def _missed(answer: LoadAnswer, goal: Goal, now: float) -> bool:
     found = answer.seconds(goal.metric, now)
     return found is not None and found[0] >= goal.bound
 
 
 def _in_flight(
-    answers: Iterable[Answer], begin: float, end: float, now: float
+    answers: Iterable[LoadAnswer], begin: float, end: float, now: float
 ) -> tuple[tuple[float, float, float], int]:
     """Return the mean number in flight of each third of a window, and the number exceeded in 1% of it."""
     length = (end - begin) / 3
@@ -471,7 +479,7 @@ class Generator:
         self._most = most
         self._clock = service.clock
         self._sleep = sleep
-        self._answers: list[Answer] = []
+        self._answers: list[LoadAnswer] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._late_s = 0.0
         self.sent = 0
@@ -482,13 +490,13 @@ class Generator:
     async def __aexit__(self, *exc: object) -> None:
         await self._end()
 
-    async def facts(self) -> Facts:
+    async def facts(self) -> ModelFacts:
         """Return the facts about the model."""
         return await self._service.facts(self._requests.model)
 
     async def step(
-        self, load: Load, *, seconds: float, warm_up: float, drain: float, seed: int, early: bool = False
-    ) -> Step:
+        self, load: LoadLevel, *, seconds: float, warm_up: float, drain: float, seed: int, early: bool = False
+    ) -> LoadStep:
         """Put a load on the service, and return what came of it.
 
         A step that has missed a goal for certain ends before its time. Requests that still run at the end are
@@ -534,7 +542,7 @@ class Generator:
             answers = [replace(each) for each in self._answers]
             await self._end()
         await self._settle(others)
-        return Step.of(
+        return LoadStep.of(
             load, self._goals, answers, window, began_at=began, now=now, cut=cut, late_s=self._late_s
         )
 
@@ -555,7 +563,7 @@ class Generator:
             total += answer.tokens * max(0.0, inside) / max(last - answer.first_at, 1e-9)
         return total
 
-    async def _send(self, load: Load, began: float, stagger_s: float) -> None:
+    async def _send(self, load: LoadLevel, began: float, stagger_s: float) -> None:
         """Send the requests of a load, without end."""
         if load.loop == "closed":
             clients = int(load.value)
@@ -588,9 +596,9 @@ class Generator:
                 await self._sleep(LOOK_S)
             due = self._clock()
 
-    def _next(self, due: float) -> tuple[Answer, Ask]:
+    def _next(self, due: float) -> tuple[LoadAnswer, LoadRequest]:
         ask = self._requests.next()
-        answer = Answer(due, ask.tokens)
+        answer = LoadAnswer(due, ask.tokens)
         self._answers.append(answer)
         return answer, ask
 
@@ -599,7 +607,7 @@ class Generator:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _call(self, answer: Answer, ask: Ask) -> None:
+    async def _call(self, answer: LoadAnswer, ask: LoadRequest) -> None:
         self.sent += 1
         try:
             await self._service.send(ask, answer)

@@ -9,7 +9,7 @@ from serve_app.system.tables import duration, text_table
 from serve_app.system.yaml_text import dump
 from serve_app.tuning.goals import Goal, batcher_goals
 from serve_app.tuning.planning import MOST_LOAD, SHOWN, Figures, NoPlanError, Plan, Trial, Trials
-from serve_app.tuning.twin import Settings
+from serve_app.tuning.twin import ReplicaSettings
 
 MEGA = 1e6
 HOUR_S = 3600.0
@@ -99,7 +99,7 @@ class PlanReport:
         deployment = f'- name: "Engine:{MODEL}"\n  num_replicas: {answer.replicas}'
         return "\n".join([*lines, "# in deployments:", deployment])
 
-    def _sections(self, settings: Settings) -> dict[str, Any]:
+    def _sections(self, settings: ReplicaSettings) -> dict[str, Any]:
         """Return the settings of a model that differ from the default, as `args.models[]` has them."""
         sections: dict[str, Any] = {}
         if settings.max_num_batched_tokens != self.trials.profile.max_num_batched_tokens:
@@ -174,7 +174,7 @@ class PlanReport:
             fewer = plan.least - 1
             their = "its" if fewer == 1 else "their"
             # A load just above the most mustn't look like it.
-            load = trials.load(fewer, Settings.of(trials.profile))
+            load = trials.load(fewer, ReplicaSettings.of(trials.profile))
             yield (
                 f"{fewer} can't do the work: {their} load would be {load:.1%}, and {MOST_LOAD:.0%} is the "
                 "most of a plan."

@@ -9,7 +9,7 @@ from batcher.stats import percentiles
 from serve_app.simulation.device import step_time
 from serve_app.simulation.profiles import Profile
 from serve_app.tuning.goals import METRICS, Goal, Metric
-from serve_app.tuning.twin import Fleet, Request, Routing, Run, Settings, closed_loop, open_loop
+from serve_app.tuning.twin import Fleet, ReplicaSettings, Request, Routing, Run, closed_loop, open_loop
 from serve_app.tuning.workload import Workload
 
 SHOWN = (50, 99)
@@ -76,7 +76,7 @@ def check_fit(profile: Profile, workload: Workload) -> None:
                 )
 
 
-def full_rate(profile: Profile, workload: Workload, settings: Settings) -> float:
+def full_rate(profile: Profile, workload: Workload, settings: ReplicaSettings) -> float:
     """Return the requests per second of a replica that always has work, on average.
 
     As many requests end in a step as begin, and each has part in as many steps as its answer has tokens. The
@@ -127,7 +127,7 @@ class Trial:
     """
 
     replicas: int
-    settings: Settings
+    settings: ReplicaSettings
     figures: Figures
     errors: Figures
     misses: tuple[Goal, ...]
@@ -181,27 +181,27 @@ class Trials:
         for goal in goals:
             points[goal.metric].add(goal.percentile)
         self._points = {metric: sorted(each) for metric, each in points.items()}
-        self._kept: dict[tuple[int, Settings, int], Trial] = {}
+        self._kept: dict[tuple[int, ReplicaSettings, int], Trial] = {}
 
-    def load(self, replicas: int, settings: Settings) -> float:
+    def load(self, replicas: int, settings: ReplicaSettings) -> float:
         """Return the requests per second as a share of what the replicas can do."""
         return self.workload.rate / (replicas * full_rate(self.profile, self.workload, settings))
 
-    def lone(self, settings: Settings) -> Figures:
+    def lone(self, settings: ReplicaSettings) -> Figures:
         """Return the figures of requests that are alone in the service."""
         workload = replace(self.workload, batch=None)
         fleet = Fleet(self.profile, settings, 1, workload, self._routing, self._seed)
         run = closed_loop(fleet, workload, self._seed, streams=1, requests=LONE_REQUESTS)
         return self._figures(run.requests)
 
-    def trial(self, replicas: int, settings: Settings, runs: int = 1) -> Trial:
+    def trial(self, replicas: int, settings: ReplicaSettings, runs: int = 1) -> Trial:
         """Return what `runs` runs say about replicas with some settings."""
         key = replicas, settings, runs
         if key not in self._kept:
             self._kept[key] = self._trial(*key)
         return self._kept[key]
 
-    def _trial(self, replicas: int, settings: Settings, runs: int) -> Trial:
+    def _trial(self, replicas: int, settings: ReplicaSettings, runs: int) -> Trial:
         done = [self._run(replicas, settings, self._seed + number) for number in range(runs)]
         figures = self._figures(request for run, _ in done for request in run.requests)
         errors = dict.fromkeys(figures, 0.0)
@@ -226,7 +226,7 @@ class Trials:
             short_of_rows=batch is not None and rows < batch.tokens_per_s,
         )
 
-    def _run(self, replicas: int, settings: Settings, seed: int) -> tuple[Run, int]:
+    def _run(self, replicas: int, settings: ReplicaSettings, seed: int) -> tuple[Run, int]:
         """Return a run, and the number of replicas that were simulated."""
         workload = self.workload
         rate = workload.rate / replicas
@@ -316,7 +316,7 @@ class Search:
         self._trials = trials
         self._most = most
         self._progress = progress
-        self._default = Settings.of(trials.profile)
+        self._default = ReplicaSettings.of(trials.profile)
 
     def plan(self) -> Plan:
         """Return the plan.
@@ -345,7 +345,7 @@ class Search:
         rate = full_rate(trials.profile, trials.workload, self._default)
         return max(1, math.ceil(trials.workload.rate / (MOST_LOAD * rate) - 1e-9))
 
-    def _try(self, replicas: int, settings: Settings, runs: int = 1) -> Trial:
+    def _try(self, replicas: int, settings: ReplicaSettings, runs: int = 1) -> Trial:
         self._progress(f"{replicas} replica{'s' if replicas != 1 else ''}")
         return self._trials.trial(replicas, settings, runs)
 

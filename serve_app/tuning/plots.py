@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from serve_app.tuning.load import Step
-from serve_app.tuning.profiling import Fit, Observation
+from serve_app.tuning.load import LoadStep
+from serve_app.tuning.profiling import Fit, Timing
 from serve_app.tuning.tune_report import Tuning
 
 BLUE, GRAY, RED = "#1f77b4", "#9a9a9a", "#c44e52"
@@ -47,7 +47,7 @@ def draw_tuning(tuning: Tuning, path: Path) -> None:
     _save(figure, axes, f"{tuning.model}: {tuning.requests}", path)
 
 
-def draw_profile(name: str, observations: Sequence[Observation], fit: Fit, path: Path) -> None:
+def draw_profile(name: str, observations: Sequence[Timing], fit: Fit, path: Path) -> None:
     """Draw the points of a profile and its line, in a panel for each kind of point.
 
     Args:
@@ -101,7 +101,7 @@ def _save(figure: Any, axes: Sequence[Any], title: str, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _loads(axis: Any, steps: list[Step], metric: Any, percentile: int, color: str, label: str) -> None:
+def _loads(axis: Any, steps: list[LoadStep], metric: Any, percentile: int, color: str, label: str) -> None:
     points = [(step.rate, step.figure(metric, percentile), step.holds) for step in steps]
     finite = sorted(point for point in points if math.isfinite(point[1]))
     if not finite:

@@ -15,9 +15,9 @@ import numpy as np
 from serve_app.client import ServiceError
 from serve_app.simulation.profiles import Profile
 from serve_app.system.yaml_text import dump
-from serve_app.tuning.service import TOKENS, Answer, Ask, Facts, Service
-from serve_app.tuning.twin import Fleet, Settings, replay
-from serve_app.tuning.workload import Arrival, Lengths, Workload
+from serve_app.tuning.service import TOKENS, LoadAnswer, LoadRequest, ModelFacts, Service
+from serve_app.tuning.twin import Fleet, ReplicaSettings, replay
+from serve_app.tuning.workload import Arrival, TokenLengths, Workload
 
 MOST_REPEATS = 5
 """Most measurements of a point: two that agree are enough."""
@@ -81,7 +81,7 @@ PARAMETERS = ("base_ms", "per_prefill_token_ms", "per_sequence_ms", "per_kv_toke
 """Parameters of a profile that the fit solves for."""
 
 
-class Observation(NamedTuple):
+class Timing(NamedTuple):
     """A measured time: of a step, or of a request until its first token.
 
     Attributes:
@@ -139,7 +139,7 @@ class Measurement:
     def __init__(
         self,
         service: Service,
-        facts: Facts,
+        facts: ModelFacts,
         step_tokens: int,
         progress: Callable[[str], None] = lambda line: None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -154,7 +154,7 @@ class Measurement:
         self._sent = self._strangers = 0
         self._ends_at = math.inf
         self._stretch = 1
-        self.observations: list[Observation] = []
+        self.observations: list[Timing] = []
         self.bursts: list[Burst] = []
         self.warnings: list[str] = []
 
@@ -223,15 +223,13 @@ class Measurement:
             waited += LOOK_S
             self._facts = await self._service.facts(self._facts.model)
 
-    async def _repeated(
-        self, measure: Callable[[], Awaitable[Observation | None]]
-    ) -> tuple[list[Observation], int]:
+    async def _repeated(self, measure: Callable[[], Awaitable[Timing | None]]) -> tuple[list[Timing], int]:
         """Measure a point until two measurements agree; return the measurements and the requests of others.
 
         A measurement beside requests of others counts only if there is no other.
         """
-        found: list[Observation] = []
-        spoiled: list[Observation] = []
+        found: list[Timing] = []
+        spoiled: list[Timing] = []
         others = 0
         for _ in range(MOST_REPEATS):
             one = await measure()
@@ -261,7 +259,7 @@ class Measurement:
         self._strangers += max(0, strange)
         return strange
 
-    def _points(self) -> Iterator[tuple[str, bool, Callable[[], Awaitable[Observation | None]]]]:
+    def _points(self) -> Iterator[tuple[str, bool, Callable[[], Awaitable[Timing | None]]]]:
         """Yield the points: what they are, whether they are to be warmed up, and their measurement."""
         longest = min(self._step_tokens, self._facts.max_model_len - 1)
         for length in sorted({min(length, longest) for length in PROMPTS}):
@@ -269,7 +267,7 @@ class Measurement:
         most = self._most(self._facts.kv_tokens // (SHORT + 2 * ANSWER))
         counts = {min(count, most) for count in STREAMS}
 
-        def answers(count: int) -> tuple[str, bool, Callable[[], Awaitable[Observation | None]]]:
+        def answers(count: int) -> tuple[str, bool, Callable[[], Awaitable[Timing | None]]]:
             about = f"{count} answer{'s' if count > 1 else ''} at once"
             return about, count in (1, most), lambda: self._side_by_side(count, SHORT)
 
@@ -297,11 +295,11 @@ class Measurement:
         longest = (self._facts.max_model_len - 2 * ANSWER) * step // (step + count)
         return max(SHORT, int(share * min(tokens // count, longest)))
 
-    async def _prompt(self, length: int) -> Observation:
+    async def _prompt(self, length: int) -> Timing:
         (answer,) = await self._send([length], 1)
-        return Observation("", length, 1, length, True, answer.ttft_s * 1e3)
+        return Timing("", length, 1, length, True, answer.ttft_s * 1e3)
 
-    async def _side_by_side(self, count: int, prompt: int) -> Observation | None:
+    async def _side_by_side(self, count: int, prompt: int) -> Timing | None:
         """Measure the step in which `count` answers run side by side."""
         steps = math.ceil(count * prompt / max(self._step_tokens // 2, 1))
         answers = await self._send([prompt] * count, self._stretch * (ANSWER + 2 * steps + 4))
@@ -310,7 +308,7 @@ class Measurement:
             self._stretch = min(2 * self._stretch, MOST_STRETCH)
         return found
 
-    async def _send(self, prompts: Sequence[int], tokens: int) -> list[Answer]:
+    async def _send(self, prompts: Sequence[int], tokens: int) -> list[LoadAnswer]:
         """Send requests at once, and return their answers.
 
         Raises:
@@ -318,7 +316,7 @@ class Measurement:
         """
         self._sent += len(prompts)
         asks = [
-            Ask(
+            LoadRequest(
                 "/v1/completions",
                 {
                     "model": self._facts.model,
@@ -333,7 +331,7 @@ class Measurement:
             )
             for prompt in prompts
         ]
-        answers = [Answer(self._service.clock(), tokens) for _ in asks]
+        answers = [LoadAnswer(self._service.clock(), tokens) for _ in asks]
         await asyncio.gather(*map(self._service.send, asks, answers))
         for answer in answers:
             if answer.tokens != tokens:
@@ -343,7 +341,7 @@ class Measurement:
         return answers
 
 
-def step_of(answers: Sequence[Answer], prompt: int) -> Observation | None:
+def step_of(answers: Sequence[LoadAnswer], prompt: int) -> Timing | None:
     """Return the mean step in the time in which all answers get tokens; None: they hardly overlap.
 
     Args:
@@ -362,7 +360,7 @@ def step_of(answers: Sequence[Answer], prompt: int) -> Observation | None:
         times.append((last_at - first_at) / (last - first))
         # The step that makes a token reads the prompt and the tokens before it.
         context += prompt + (first + last - 1) / 2
-    return Observation("", 0, len(answers), context, False, statistics.median(times) * 1e3)
+    return Timing("", 0, len(answers), context, False, statistics.median(times) * 1e3)
 
 
 # The fit
@@ -392,7 +390,7 @@ class Fit:
         return self.r2 < LEAST_R2 or self.largest_error > LARGEST_ERROR
 
 
-def fit(observations: Sequence[Observation]) -> Fit:
+def fit(observations: Sequence[Timing]) -> Fit:
     """Return the parameters of at least 0 with the least squared relative errors.
 
     The errors are relative, since a step of 10 ms says as much as a prompt of 500 ms. Tokens of prompts may
@@ -429,7 +427,7 @@ def fit(observations: Sequence[Observation]) -> Fit:
     )
 
 
-def _factors(observations: Sequence[Observation], hidden: int) -> "np.ndarray":
+def _factors(observations: Sequence[Timing], hidden: int) -> "np.ndarray":
     """Return the factors of the parameters, a row for each observation."""
     rows = [
         (1.0, max(0.0, each.prefill_tokens - hidden), each.sequences, each.kv_tokens, float(each.request))
@@ -439,7 +437,7 @@ def _factors(observations: Sequence[Observation], hidden: int) -> "np.ndarray":
 
 
 def _solved(
-    observations: Sequence[Observation], times: "np.ndarray", hidden: int
+    observations: Sequence[Timing], times: "np.ndarray", hidden: int
 ) -> "tuple[np.ndarray, float] | None":
     """Return the least squares solution without negative numbers, and its error; None: there is none.
 
@@ -473,7 +471,7 @@ def serial_ms(profile: Profile, bursts: Sequence[Burst]) -> float:
     """
     if not bursts:
         return 0.0
-    load = Workload(1.0, Lengths(SHORT), Lengths(2), 2)
+    load = Workload(1.0, TokenLengths(SHORT), TokenLengths(2), 2)
 
     def error(value: float) -> float:
         device = profile.model_copy(update={"serial_ms": value})
@@ -483,7 +481,7 @@ def serial_ms(profile: Profile, bursts: Sequence[Burst]) -> float:
             arrivals = [Arrival(at - first, SHORT, 2) for at, _ in requests]
             measured = statistics.fmean(ttft for _, ttft in requests)
             for seed in range(SERIAL_SEEDS):
-                fleet = Fleet(device, Settings.of(device), 1, load, seed=seed)
+                fleet = Fleet(device, ReplicaSettings.of(device), 1, load, seed=seed)
                 run = replay(fleet, load, arrivals, seconds=math.inf)
                 differences.append(statistics.fmean(each.ttft_s for each in run.requests) - measured)
         return abs(statistics.fmean(differences))
@@ -496,7 +494,7 @@ def serial_ms(profile: Profile, bursts: Sequence[Burst]) -> float:
 
 
 def profile_of(
-    fit: Fit, bursts: Sequence[Burst], facts: Facts, name: str, step_tokens: int, source: str
+    fit: Fit, bursts: Sequence[Burst], facts: ModelFacts, name: str, step_tokens: int, source: str
 ) -> Profile:
     """Return the profile of a device.
 

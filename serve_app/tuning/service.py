@@ -33,7 +33,7 @@ ERROR = re.compile(rb'data: \{"error":.*?"message": ?"([^"]*)')
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class ModelFacts:
     """What a service says about a model.
 
     Attributes:
@@ -63,7 +63,7 @@ class Facts:
     wake_s: float = 0.0
 
 
-class Ask(NamedTuple):
+class LoadRequest(NamedTuple):
     """A request.
 
     Attributes:
@@ -78,7 +78,7 @@ class Ask(NamedTuple):
 
 
 @dataclass(slots=True)
-class Answer:
+class LoadAnswer:
     """One request, by its times in seconds on the clock.
 
     Attributes:
@@ -188,7 +188,7 @@ class Service:
             raise ServiceError(f"{self.url}: it has no model {model!r}{suggestion(model, names)}")
         return model or names[0]
 
-    async def facts(self, model: str) -> Facts:
+    async def facts(self, model: str) -> ModelFacts:
         """Return the facts about a model.
 
         Raises:
@@ -204,7 +204,7 @@ class Service:
         if len(known) < len(batchers):
             raise self._client.foreign(f"/stats lacks the batcher of a replica of {model}")
         first = report.replicas[0]
-        return Facts(
+        return ModelFacts(
             model=model,
             max_model_len=(card and card.max_model_len) or 0,
             replicas=len(known),
@@ -227,9 +227,9 @@ class Service:
         """
         body = {"model": model, "prompt": [TOKENS[0]] * 16, "max_tokens": 2, "ignore_eos": True}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-        await self.send(Ask("/v1/completions", body, 2), Answer(self.clock(), 2))
+        await self.send(LoadRequest("/v1/completions", body, 2), LoadAnswer(self.clock(), 2))
 
-    async def send(self, ask: Ask, answer: Answer) -> None:
+    async def send(self, ask: LoadRequest, answer: LoadAnswer) -> None:
         """Send a request, and note the times of its answer.
 
         Raises:
@@ -266,7 +266,7 @@ class Service:
         finally:
             self._in_flight -= 1
 
-    async def _read(self, response: httpx.Response, answer: Answer, pieces: bool) -> None:
+    async def _read(self, response: httpx.Response, answer: LoadAnswer, pieces: bool) -> None:
         """Read an answer to its end."""
         tail = b""
         async for piece in response.aiter_raw():

@@ -8,8 +8,8 @@ from typing import Any
 from serve_app.system.tables import duration, text_table
 from serve_app.system.yaml_text import dump
 from serve_app.tuning.goals import METRICS, Goal
-from serve_app.tuning.load import Step
-from serve_app.tuning.tuner import Choice, Edge
+from serve_app.tuning.load import LoadStep
+from serve_app.tuning.tuner import Edge, TunedSettings
 
 SHOWN = (50, 99)
 """Percentiles of every metric in a table."""
@@ -24,7 +24,7 @@ class BesideBatch:
         tokens_per_s: Tokens of the answers of the batch work, per second.
     """
 
-    live: Step
+    live: LoadStep
     tokens_per_s: float
 
 
@@ -49,17 +49,17 @@ class Tuning:
     model: str
     requests: str
     goals: tuple[Goal, ...]
-    lone: Step | None = None
+    lone: LoadStep | None = None
     closed: Edge | None = None
     open: Edge | None = None
-    single: tuple[Step, ...] = ()
-    choice: Choice | None = None
-    applied: tuple[Step, ...] = ()
+    single: tuple[LoadStep, ...] = ()
+    choice: TunedSettings | None = None
+    applied: tuple[LoadStep, ...] = ()
     batch: BesideBatch | None = None
     warnings: tuple[str, ...] = ()
 
     @property
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[LoadStep]:
         """The steps, merged by load, in the order of the loads."""
         found = [] if self.lone is None else [self.lone]
         for edge in (self.closed, self.open):
@@ -68,7 +68,7 @@ class Tuning:
         return [*found, *self.single]
 
     @property
-    def best(self) -> Step | None:
+    def best(self) -> LoadStep | None:
         """The highest rate that holds, if rates were measured."""
         if self.open is not None:
             return self.open.held
@@ -130,7 +130,7 @@ def body(tuning: Tuning) -> dict[str, Any]:
     }
 
 
-def fields(step: Step) -> dict[str, Any]:
+def fields(step: LoadStep) -> dict[str, Any]:
     """Return a step for programs; seconds that are infinite are null."""
     points = {(metric, point) for metric in METRICS for point in SHOWN} | {goal.key for goal in step.goals}
     seconds = {f"{metric}_p{point}": step.figure(metric, point) for metric, point in sorted(points)}
@@ -155,7 +155,7 @@ def fields(step: Step) -> dict[str, Any]:
     }
 
 
-def choice_lines(choice: Choice, model: str) -> list[str]:
+def choice_lines(choice: TunedSettings, model: str) -> list[str]:
     """Return the lines to put into a config."""
     dumped = dump({"user_config": {"batcher": choice.batcher}})
     return [
@@ -166,7 +166,7 @@ def choice_lines(choice: Choice, model: str) -> list[str]:
     ]
 
 
-def reason(step: Step) -> str:
+def reason(step: LoadStep) -> str:
     """Return why a step doesn't hold; empty: it does."""
     if step.misses:
         return " ".join(goal.name for goal in step.misses)
@@ -175,7 +175,7 @@ def reason(step: Step) -> str:
     return "too many late" if step.cut else "" if step.sent else "no requests"
 
 
-def line(step: Step) -> str:
+def line(step: LoadStep) -> str:
     """Return a step in one line, for the progress."""
     shown = ", ".join(f"{goal.name} {_time(step.figure(*goal.key))}" for goal in step.goals)
     return f"{step.load}: {reason(step) or 'holds'} ({shown}, {step.sent} requests)"

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from serve_app.tuning.goals import Goal, batcher_goals
-from serve_app.tuning.load import Load, Step
-from serve_app.tuning.service import Facts
+from serve_app.tuning.load import LoadLevel, LoadStep
+from serve_app.tuning.service import ModelFacts
 
 RESOLUTION = 0.05
 """Relative distance of the load that holds from the load that breaks, at which the search ends."""
@@ -58,7 +58,7 @@ QUEUE_MARGIN, LEAST_QUEUE = 1.5, 8
 BACKGROUND_PART = 10
 """Queue of a model that has batch work too, as a multiple: batch work fills nine tenths of the queue."""
 
-Measure = Callable[[float, bool], Awaitable[Step]]
+Measure = Callable[[float, bool], Awaitable[LoadStep]]
 """Makes a step under a load; True: the step may end before its time once the goals hold for certain."""
 
 
@@ -73,10 +73,10 @@ class Edge:
         points: The same, with the steps under one load merged.
     """
 
-    held: Step | None
-    broken: Step | None
-    steps: tuple[Step, ...]
-    points: tuple[Step, ...]
+    held: LoadStep | None
+    broken: LoadStep | None
+    steps: tuple[LoadStep, ...]
+    points: tuple[LoadStep, ...]
 
 
 class EdgeSearch:
@@ -103,8 +103,8 @@ class EdgeSearch:
         self._most = most
         self._whole = whole
         self._growth = growth
-        self._steps: list[Step] = []
-        self._known: dict[float, Step] = {}
+        self._steps: list[LoadStep] = []
+        self._known: dict[float, LoadStep] = {}
         self._repeated: set[float] = set()
 
     async def find(self, start: float) -> Edge:
@@ -178,7 +178,7 @@ class EdgeSearch:
         self._repeated.add(value)
         self._known[value] = self._known[value].merged(await self._step(value, early=early))
 
-    async def _step(self, value: float, *, early: bool = True) -> Step:
+    async def _step(self, value: float, *, early: bool = True) -> LoadStep:
         step = await self._measure(value, early)
         self._steps.append(step)
         return step
@@ -194,12 +194,12 @@ class EdgeSearch:
 class LoadSource(Protocol):
     """A service that takes load steps: a `Generator`, or a model of a service."""
 
-    async def facts(self) -> Facts:
+    async def facts(self) -> ModelFacts:
         """Return the facts about the model."""
 
     async def step(
-        self, load: Load, *, seconds: float, warm_up: float, drain: float, seed: int, early: bool = False
-    ) -> Step:
+        self, load: LoadLevel, *, seconds: float, warm_up: float, drain: float, seed: int, early: bool = False
+    ) -> LoadStep:
         """Put a load on the service; see `Generator.step`."""
 
 
@@ -210,7 +210,7 @@ class LoneMissError(Exception):
         step: The step with the lone client.
     """
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: LoadStep) -> None:
         missed = [goal for goal in step.goals if not step.figure(goal.metric, 50) < goal.bound]
         seen = ", ".join(f"{step.figure(goal.metric, 50):.4g} s ({goal.metric} p50)" for goal in missed)
         super().__init__(
@@ -242,7 +242,7 @@ class Tuner:
         *,
         seconds: float = 30.0,
         seed: int = 0,
-        progress: Callable[[Load, Step | None], None] = lambda load, step: None,
+        progress: Callable[[LoadLevel, LoadStep | None], None] = lambda load, step: None,
     ) -> None:
         self._source = source
         self._tokens = tokens
@@ -250,16 +250,16 @@ class Tuner:
         self._seconds = seconds
         self._seed = seed
         self._progress = progress
-        self._alone: Step | None = None
+        self._alone: LoadStep | None = None
         self.life_s = 0.0
 
-    async def lone(self) -> Step:
+    async def lone(self) -> LoadStep:
         """Return the step with one client.
 
         Raises:
             LoneMissError: The median of a goal's metric misses its bound.
         """
-        load = Load("closed", 1)
+        load = LoadLevel("closed", 1)
         # The first request of an engine may compile what it needs.
         first = await self._source.step(load, seconds=0.01, warm_up=0.0, drain=self._seconds, seed=self._seed)
         self.life_s = first.median("latency") or self._seconds / 10
@@ -285,7 +285,7 @@ class Tuner:
         facts = await self._source.facts()
         places = self._places(facts)
         search = EdgeSearch(
-            lambda value, early: self._step(Load("closed", value), early=early),
+            lambda value, early: self._step(LoadLevel("closed", value), early=early),
             least=1,
             most=max(1, CLIENTS_PER_PLACE * places),
             whole=True,
@@ -305,19 +305,19 @@ class Tuner:
         if closed is not None and closed.held is not None:
             start, growth = CLOSE_SHARE * closed.held.rate, CLOSE_GROWTH
         search = EdgeSearch(
-            lambda value, early: self._step(Load("open", value), early=early),
+            lambda value, early: self._step(LoadLevel("open", value), early=early),
             least=LEAST_RATE * start,
             most=math.inf,
             growth=growth,
         )
         return await search.find(start)
 
-    async def measure(self, load: Load) -> Step:
+    async def measure(self, load: LoadLevel) -> LoadStep:
         """Return the step under one load, of two steps if the first is unclear."""
         step = await self._step(load)
         return step.merged(await self._step(load)) if step.unclear else step
 
-    async def _expected_rate(self, facts: Facts) -> tuple[float, float]:
+    async def _expected_rate(self, facts: ModelFacts) -> tuple[float, float]:
         """Return the most requests per second that a lone one leads to expect, and the seconds of its answer.
 
         The bound is the smaller of two: the answers that may run at once, by Little's law, and the prompts
@@ -328,11 +328,11 @@ class Tuner:
         prompt = max(alone.median("ttft") - alone.median("tpot"), life / 1000)
         return min(self._places(facts) / life, facts.replicas / prompt), life
 
-    def _places(self, facts: Facts) -> int:
+    def _places(self, facts: ModelFacts) -> int:
         """Return the requests that may run at once."""
         return facts.replicas * max(1, min(facts.max_num_seqs, int(facts.kv_tokens / self._tokens)))
 
-    async def _step(self, load: Load, *, early: bool = False) -> Step:
+    async def _step(self, load: LoadLevel, *, early: bool = False) -> LoadStep:
         self._progress(load, None)
         step = await self._source.step(
             load,
@@ -352,13 +352,13 @@ class Tuner:
         return self._seed
 
 
-def is_small(step: Step) -> bool:
+def is_small(step: LoadStep) -> bool:
     """Return whether a step has too few requests for the percentiles of its goals."""
     return any(step.sent * (100 - goal.percentile) / 100 < SURE_MISSES for goal in step.goals)
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TunedSettings:
     """Settings, and the rate that they are for.
 
     Attributes:
@@ -384,8 +384,12 @@ class Choice:
 
 
 def choose(
-    step: Step, facts: Facts, goals: tuple[Goal, ...], rate: float | None = None, beside_batch: bool = False
-) -> Choice:
+    step: LoadStep,
+    facts: ModelFacts,
+    goals: tuple[Goal, ...],
+    rate: float | None = None,
+    beside_batch: bool = False,
+) -> TunedSettings:
     """Return the settings for a load that holds.
 
     `max_running` is the smallest window that doesn't hold back this load: the number of requests in flight
@@ -414,7 +418,7 @@ def choose(
         started = max(0.0, min(waits)) * step.load.value / replicas
         queue = max(LEAST_QUEUE, math.ceil(QUEUE_MARGIN * started)) * (BACKGROUND_PART if beside_batch else 1)
     share = chosen / step.load.value if step.load.value else 1.0
-    return Choice(
+    return TunedSettings(
         rate=chosen,
         max_running=max(1, min(running, facts.max_num_seqs)),
         max_queue_size=queue,

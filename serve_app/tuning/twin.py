@@ -38,7 +38,7 @@ nevertheless. With `prefix`, requests that share nothing draw both by the hash o
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ReplicaSettings:
     """Settings of a replica, by their names in a config.
 
     Attributes:
@@ -56,7 +56,7 @@ class Settings:
     live_first: bool = True
 
     @classmethod
-    def of(cls, profile: Profile, *, live_first: bool = True) -> "Settings":
+    def of(cls, profile: Profile, *, live_first: bool = True) -> "ReplicaSettings":
         """Return the settings of a config without any of them."""
         return cls(None, profile.max_num_batched_tokens, profile.max_num_seqs, live_first=live_first)
 
@@ -165,7 +165,7 @@ class Replica:
     def __init__(
         self,
         profile: Profile,
-        settings: Settings,
+        settings: ReplicaSettings,
         workload: Workload,
         rows: Iterator[Request] | None = None,
     ) -> None:
@@ -505,7 +505,7 @@ class Fleet:
     def __init__(
         self,
         profile: Profile,
-        settings: Settings,
+        settings: ReplicaSettings,
         replicas: int,
         workload: Workload,
         routing: Routing = "prefix",
@@ -701,7 +701,7 @@ def closed_loop(
     return fleet.run(first, range(warm_up, requests), follow)
 
 
-def _rows(workload: Workload, settings: Settings, seed: str) -> Iterator[Request] | None:
+def _rows(workload: Workload, settings: ReplicaSettings, seed: str) -> Iterator[Request] | None:
     """Return the rows of a batch, without end; None: there is no batch."""
     batch = workload.batch
     if batch is None:

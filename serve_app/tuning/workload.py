@@ -18,7 +18,7 @@ class LengthError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class TokenLengths:
     """Lengths in tokens: all the same, or lognormal.
 
     Attributes:
@@ -37,7 +37,7 @@ class Lengths:
             object.__setattr__(self, "most", max(1, math.ceil(math.exp(mu + CUT * sigma) - 1e-6)))
 
     @classmethod
-    def parse(cls, text: str) -> "Lengths":
+    def parse(cls, text: str) -> "TokenLengths":
         """Return the lengths of a text: "300", or "300:150" for a mean and a standard deviation.
 
         Raises:
@@ -50,9 +50,9 @@ class Lengths:
             )
         return cls(float(match[1]), float(match[2] or 0))
 
-    def cut(self, most: int) -> "Lengths":
+    def cut(self, most: int) -> "TokenLengths":
         """Return the same lengths, of which none is above `most`."""
-        return Lengths(self.mean, self.spread, most)
+        return TokenLengths(self.mean, self.spread, most)
 
     def draw(self, numbers: random.Random) -> int:
         """Return a length of at least 1."""
@@ -115,7 +115,7 @@ class Arrival(NamedTuple):
     output: int
 
 
-class Batch(NamedTuple):
+class BatchWork(NamedTuple):
     """Rows of a batch, of which there are always more.
 
     Attributes:
@@ -124,8 +124,8 @@ class Batch(NamedTuple):
         tokens_per_s: Tokens of answers per second that the batch needs, at least.
     """
 
-    input: Lengths
-    output: Lengths
+    input: TokenLengths
+    output: TokenLengths
     tokens_per_s: float = 0.0
 
 
@@ -154,19 +154,19 @@ class Workload:
     """
 
     rate: float
-    input: Lengths
-    output: Lengths
+    input: TokenLengths
+    output: TokenLengths
     max_tokens: int
     prefix_share: float = 0.0
-    batch: Batch | None = None
+    batch: BatchWork | None = None
     goals: StepGoals = NO_GOALS
 
     @classmethod
     def of(
         cls,
         rate: float,
-        input: Lengths,
-        output: Lengths,
+        input: TokenLengths,
+        output: TokenLengths,
         max_tokens: int | None = None,
         prefix_share: float = 0.0,
     ) -> "Workload":

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from serve_app.simulation.profiles import PROFILES, Profile
-from serve_app.tuning.load import Generator, Load, Requests, Step
-from serve_app.tuning.service import Answer, Service
-from serve_app.tuning.workload import Lengths
+from serve_app.tuning.load import Generator, LoadLevel, LoadStep, Requests
+from serve_app.tuning.service import LoadAnswer, Service
+from serve_app.tuning.workload import TokenLengths
 from tests.benchmarks.measuring import Table
 from tests.benchmarks.plan import __main__ as command
 from tests.benchmarks.plan import live, tables
@@ -37,7 +37,7 @@ def requests(one: Level) -> Requests:
     return Requests("m", one.case.input, one.case.output)
 
 
-def model(one: Level, seed: int = 1, seconds: float = 60.0) -> Step:
+def model(one: Level, seed: int = 1, seconds: float = 60.0) -> LoadStep:
     return planned(H100, one, requests(one), seconds=seconds, seed=seed)
 
 
@@ -73,11 +73,11 @@ def test_the_device_is_that_of_the_plan() -> None:
 
 
 async def test_the_model_gets_the_requests_that_the_generator_sends() -> None:
-    lengths = Lengths(20, 10)
-    made = Requests("m", lengths, Lengths(6, 4))
+    lengths = TokenLengths(20, 10)
+    made = Requests("m", lengths, TokenLengths(6, 4))
     async with streaming_server() as server:
         async with Service(server.url) as service, Generator(service, made, ()) as generator:
-            seen = await generator.step(Load("open", 60.0), seconds=0.8, warm_up=0.3, drain=5.0, seed=7)
+            seen = await generator.step(LoadLevel("open", 60.0), seconds=0.8, warm_up=0.3, drain=5.0, seed=7)
         sent = [(len(body["prompt"]), body["max_tokens"]) for body in server.bodies]
     arrivals = made.arrivals(60.0, 7)
     due = [next(arrivals) for _ in sent]
@@ -125,10 +125,10 @@ class Machine:
         yield Server("saturate", 1.0, log, 1)
 
     async def step(
-        self, server: Server, made: Requests, load: Load, warm_up: float, seconds: float, seed: int
-    ) -> Step:
+        self, server: Server, made: Requests, load: LoadLevel, warm_up: float, seconds: float, seed: int
+    ) -> LoadStep:
         if load.loop == "closed":
-            return Step.of(load, (), [Answer(0.0, 1, 0.1, 0.2)], (0.0, 1.0), began_at=0.0, now=1.0)
+            return LoadStep.of(load, (), [LoadAnswer(0.0, 1, 0.1, 0.2)], (0.0, 1.0), began_at=0.0, now=1.0)
         self.seeds.append(seed)
         (one,) = (each for each in levels(H100, SHORT, [0.5, 0.75], 20.0) if each.step == load)
         found = planned(H100, one, made, seconds=seconds, seed=seed)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from serve_app.simulation.profiles import Profile
-from serve_app.tuning.load import Generator, Load, Requests, Step
+from serve_app.tuning.load import Generator, LoadLevel, LoadStep, Requests
 from serve_app.tuning.service import Service
 from tests.benchmarks.measuring import progress
 from tests.benchmarks.plan.loads import Level
@@ -25,7 +25,7 @@ MODEL_ID = "demo"
 DRAIN_S = 240.0
 """Most seconds until the last request that counts is answered."""
 
-WARM_UP = Load("closed", 4)
+WARM_UP = LoadLevel("closed", 4)
 WARM_UP_S = 5.0
 """The load of a service that has just started, for code paths and connections, and its seconds."""
 
@@ -43,8 +43,8 @@ class Pair:
         cpu: Share of the machine's cores that each group of processes took, 0 to 1.
     """
 
-    live: Step
-    planned: Step
+    live: LoadStep
+    planned: LoadStep
     cpu: Mapping[str, float]
 
     @property
@@ -115,7 +115,7 @@ def run(server: Server, profile: Profile, level: Level, *, seconds: float, seed:
     return Pair(live, model, {name: spent / took / cores for name, spent in used.items()})
 
 
-def check(live: Step, model: Step) -> None:
+def check(live: LoadStep, model: LoadStep) -> None:
     """Raise a RuntimeError if the run and the model can't be compared."""
     if live.failed:
         raise RuntimeError(f"{live.failed} of {live.sent} requests failed")
@@ -126,8 +126,8 @@ def check(live: Step, model: Step) -> None:
 
 
 async def _step(
-    server: Server, requests: Requests, load: Load, warm_up: float, seconds: float, seed: int
-) -> Step:
+    server: Server, requests: Requests, load: LoadLevel, warm_up: float, seconds: float, seed: int
+) -> LoadStep:
     url = f"http://127.0.0.1:{server.port}"
     async with Service(url) as service, Generator(service, requests, ()) as generator:
         return await generator.step(load, seconds=seconds, warm_up=warm_up, drain=DRAIN_S, seed=seed)

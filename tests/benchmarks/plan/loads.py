@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from serve_app.simulation.profiles import Profile
-from serve_app.tuning.load import Load
+from serve_app.tuning.load import LoadLevel
 from serve_app.tuning.planning import expected_latency_s, full_rate
-from serve_app.tuning.twin import Settings
-from serve_app.tuning.workload import Lengths, Workload
+from serve_app.tuning.twin import ReplicaSettings
+from serve_app.tuning.workload import TokenLengths, Workload
 
 WARM_UP_S = 5.0, 30.0
 """Least and most seconds before those that count; between them it is the time that a request takes."""
@@ -25,8 +25,8 @@ class Case:
     """
 
     name: str
-    input: Lengths
-    output: Lengths
+    input: TokenLengths
+    output: TokenLengths
 
     def workload(self, rate: float) -> Workload:
         """Return the requests at a rate; each reserves as much as a mean answer has."""
@@ -38,13 +38,13 @@ class Case:
 
 def case(name: str, input: str, output: str) -> Case:
     """Return a case from lengths as on a command line."""
-    return Case(name, Lengths.parse(input), Lengths.parse(output))
+    return Case(name, TokenLengths.parse(input), TokenLengths.parse(output))
 
 
 LONG_ANSWER = 600
 """Tokens at which long answers are cut: an `l4-7b` takes three minutes for the longest of 1,000."""
 
-LONG = Case("long", Lengths.parse("1500:800"), Lengths.parse("300:200").cut(LONG_ANSWER))
+LONG = Case("long", TokenLengths.parse("1500:800"), TokenLengths.parse("300:200").cut(LONG_ANSWER))
 
 CASES: Mapping[str, Sequence[Case]] = {
     "l4-7b": (case("short", "512:256", "128:64"), LONG),
@@ -72,9 +72,9 @@ class Level:
     warm_up_s: float
 
     @property
-    def step(self) -> Load:
+    def step(self) -> LoadLevel:
         """The load of a load step."""
-        return Load("open", self.workload.rate)
+        return LoadLevel("open", self.workload.rate)
 
     @property
     def name(self) -> str:
@@ -94,7 +94,7 @@ def levels(profile: Profile, case: Case, shares: Sequence[float], most: float) -
         shares: Shares of what a replica can do, 0 to 1.
         most: Most requests per second; shares that mean more become one level with this rate.
     """
-    full = full_rate(profile, case.workload(1.0), Settings.of(profile))
+    full = full_rate(profile, case.workload(1.0), ReplicaSettings.of(profile))
     found = []
     for rate in sorted({min(share * full, most) for share in shares}):
         workload = case.workload(rate)

@@ -1,14 +1,14 @@
 """The planning model, with the requests of a run and with random ones."""
 
 from serve_app.simulation.profiles import Profile
-from serve_app.tuning.load import Requests, Step
+from serve_app.tuning.load import LoadStep, Requests
 from serve_app.tuning.planning import RUNS, Figures, Trials
-from serve_app.tuning.service import Answer
-from serve_app.tuning.twin import Fleet, Settings, replay
+from serve_app.tuning.service import LoadAnswer
+from serve_app.tuning.twin import Fleet, ReplicaSettings, replay
 from tests.benchmarks.plan.loads import Level
 
 
-def planned(profile: Profile, level: Level, requests: Requests, *, seconds: float, seed: int) -> Step:
+def planned(profile: Profile, level: Level, requests: Requests, *, seconds: float, seed: int) -> LoadStep:
     """Return what the model says about the requests that the generator sends with a seed.
 
     Args:
@@ -20,13 +20,13 @@ def planned(profile: Profile, level: Level, requests: Requests, *, seconds: floa
     """
     end = level.warm_up_s + seconds
     arrivals = requests.arrivals(level.workload.rate, seed)
-    fleet = Fleet(profile, Settings.of(profile), 1, level.workload)
+    fleet = Fleet(profile, ReplicaSettings.of(profile), 1, level.workload)
     run = replay(fleet, level.workload, arrivals, seconds=end)
-    answers = [Answer(each.sent_at, each.output, each.first_at, each.ended_at) for each in run.requests]
+    answers = [LoadAnswer(each.sent_at, each.output, each.first_at, each.ended_at) for each in run.requests]
     now = max([end, *(each.ended_at for each in run.requests)])
-    return Step.of(level.step, (), answers, (level.warm_up_s, end), began_at=0.0, now=now)
+    return LoadStep.of(level.step, (), answers, (level.warm_up_s, end), began_at=0.0, now=now)
 
 
 def trial(profile: Profile, level: Level) -> Figures:
     """Return the figures that `saturate plan` has for one replica, from random numbers of its own."""
-    return Trials(profile, level.workload, ()).trial(1, Settings.of(profile), RUNS).figures
+    return Trials(profile, level.workload, ()).trial(1, ReplicaSettings.of(profile), RUNS).figures

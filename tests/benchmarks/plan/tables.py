@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from functools import reduce
 
 from serve_app.tuning.goals import Metric
-from serve_app.tuning.load import Step
+from serve_app.tuning.load import LoadStep
 from serve_app.tuning.planning import Figures
 from tests.benchmarks import report
 from tests.benchmarks.measuring import Row, Table, ratios
@@ -31,7 +31,7 @@ TARGETS = {"output", "TTFT p99"}
 LIVE, PLANNED, RATIO = "live", "planned", "live / planned"
 
 
-def figures(step: Step) -> dict[str, float]:
+def figures(step: LoadStep) -> dict[str, float]:
     """Return the figures of a run by name: requests and tokens per second, times in milliseconds."""
     times = {name: step.figure(*point) * 1e3 for name, point in TIMES.items()}
     return {"requests/s": step.ended_per_s, "output": step.tokens_per_s} | times
@@ -57,7 +57,7 @@ def table(level: Level, pairs: Sequence[Pair], plan: Figures, seconds: float) ->
             _ratio(f"{name}, {RATIO}", ratios(seen, said), target=name in TARGETS),
         ]
     # Rounds of few requests have a p99 that is their slowest one.
-    whole, model = (reduce(Step.merged, steps) for steps in _steps(pairs))
+    whole, model = (reduce(LoadStep.merged, steps) for steps in _steps(pairs))
     p99 = TIMES["TTFT p99"]
     delays = [one["TTFT p50"] - other["TTFT p50"] for one, other in zip(live, planned, strict=True)]
     rows += [
@@ -134,5 +134,5 @@ def _range(row: Row) -> str:
     return f"{min(row.samples):.2f}\N{EN DASH}{max(row.samples):.2f}"
 
 
-def _steps(pairs: Sequence[Pair]) -> tuple[list[Step], list[Step]]:
+def _steps(pairs: Sequence[Pair]) -> tuple[list[LoadStep], list[LoadStep]]:
     return [pair.live for pair in pairs], [pair.planned for pair in pairs]

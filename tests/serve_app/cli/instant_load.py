@@ -10,9 +10,9 @@ from serve_app.cli.tune_run import TuneOptions, TuneRun
 from serve_app.client import ServiceError
 from serve_app.system.progress import Progress
 from serve_app.tuning.goals import parse_goals
-from serve_app.tuning.load import Load, Requests, Step
-from serve_app.tuning.service import Facts, Service
-from serve_app.tuning.workload import Lengths
+from serve_app.tuning.load import LoadLevel, LoadStep, Requests
+from serve_app.tuning.service import ModelFacts, Service
+from serve_app.tuning.workload import TokenLengths
 from tests.serve_app.tuning.doubles import VirtualEngine, profile
 from tests.serve_app.tuning.load_results import step
 
@@ -23,8 +23,8 @@ QUESTION = TuneOptions(
     url="http://virtual",
     model=None,
     key=None,
-    input=Lengths(512.0),
-    output=Lengths(128.0),
+    input=TokenLengths(512.0),
+    output=TokenLengths(128.0),
     prompts=(),
     ledger=None,
     goals=GOALS,
@@ -57,14 +57,14 @@ class Bench:
 
     engine: VirtualEngine = field(default_factory=lambda: VirtualEngine(profile()))
     limit: float = 20.0
-    change: Callable[[Step], Step] = lambda step: step
-    facts: Callable[[Facts], Facts] = lambda facts: facts
-    loads: list[tuple[Load, str]] = field(default_factory=list)
+    change: Callable[[LoadStep], LoadStep] = lambda step: step
+    facts: Callable[[ModelFacts], ModelFacts] = lambda facts: facts
+    loads: list[tuple[LoadLevel, str]] = field(default_factory=list)
     warm_ups: list[float] = field(default_factory=list)
     clients: list[int] = field(default_factory=list)
     closed: int = 0
     sent: int = 0
-    refused: tuple[Load, ...] = ()
+    refused: tuple[LoadLevel, ...] = ()
     stuck: asyncio.Event | None = None
 
     def service(self, url: str, *, api_key: str | None) -> Service:
@@ -99,10 +99,10 @@ class InstantGenerator:
     async def __aexit__(self, *exc: object) -> None:
         self._bench.closed += 1
 
-    async def facts(self) -> Facts:
+    async def facts(self) -> ModelFacts:
         return self._bench.facts(await self._service.facts("m"))
 
-    async def step(self, load: Load, *, warm_up: float, **options: Any) -> Step:
+    async def step(self, load: LoadLevel, *, warm_up: float, **options: Any) -> LoadStep:
         bench = self._bench
         bench.loads.append((load, self._requests.tier))
         bench.warm_ups.append(warm_up)

@@ -6,9 +6,9 @@ import pytest
 
 from serve_app.cli.tune_config import ChangeError, changed
 from serve_app.settings.user_config import parse_user_config
-from serve_app.tuning.tuner import Choice
+from serve_app.tuning.tuner import TunedSettings
 
-CHOICE = Choice(10.0, 40, 15, 30, {"ttft_p99_s": 0.5})
+CHOICE = TunedSettings(10.0, 40, 15, 30, {"ttft_p99_s": 0.5})
 
 
 def config(**deployment: Any) -> Any:

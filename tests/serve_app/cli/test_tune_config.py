@@ -16,12 +16,12 @@ from serve_app.cli.tune_config import Change, RunningConfig, read_config, write_
 from serve_app.tuning.goals import parse_goals
 from serve_app.tuning.load import Generator, Requests
 from serve_app.tuning.service import Service
-from serve_app.tuning.tuner import Choice
-from serve_app.tuning.workload import Lengths
+from serve_app.tuning.tuner import TunedSettings
+from serve_app.tuning.workload import TokenLengths
 
 URL = "http://127.0.0.1:8000"
 
-CHOICE = Choice(10.0, 40, 15, 30, {"ttft_p99_s": 0.5})
+CHOICE = TunedSettings(10.0, 40, 15, 30, {"ttft_p99_s": 0.5})
 
 APP = {"name": "llm", "args": {"models": [{"id": "m", "source": "org/m"}]}, "deployments": []}
 
@@ -62,10 +62,10 @@ class Replicas(httpx.MockTransport):
         return httpx.Response(200, json={"models": {"m": {"replicas": entries}}})
 
 
-async def apply(replicas: Replicas, *choices: Choice, model: str = "m") -> list[Change]:
+async def apply(replicas: Replicas, *choices: TunedSettings, model: str = "m") -> list[Change]:
     """Apply choices one after the other."""
     config = RunningConfig(URL)
-    requests = Requests("m", Lengths(5), Lengths(4))
+    requests = Requests("m", TokenLengths(5), TokenLengths(4))
     async with (
         Service(URL, transport=replicas) as service,
         Generator(service, requests, parse_goals("ttft_p99<0.5")) as generator,
@@ -104,7 +104,7 @@ async def test_a_second_change_builds_on_the_first_and_keeps_other_applications(
     told = details(APP, other)
     asked = dashboard(told)
     replicas = Replicas(told, ((40,), "HEALTHY"), ((32,), "HEALTHY"))
-    await apply(replicas, CHOICE, Choice(8.0, 32, None, 24, {}))
+    await apply(replicas, CHOICE, TunedSettings(8.0, 32, None, 24, {}))
     first, second = deployed(asked)
     assert first["applications"][1] == second["applications"][1] == other
     (engine,) = second["applications"][0]["deployments"]

@@ -15,8 +15,8 @@ from serve_app.cli.tune_config import RunningConfig
 from serve_app.cli.tune_run import STEPS_DOWN
 from serve_app.client import ServiceError
 from serve_app.relay.usage import Tokens
-from serve_app.tuning.load import Load, Step
-from serve_app.tuning.service import Facts
+from serve_app.tuning.load import LoadLevel, LoadStep
+from serve_app.tuning.service import ModelFacts
 from serve_app.tuning.tuner import MARGIN, LoneMissError
 from tests.progress import STILL_S
 from tests.serve_app.cli.instant_load import QUESTION, Bench
@@ -95,7 +95,7 @@ async def test_another_number_of_replicas_is_told() -> None:
         (lambda step: replace(step, peak=58), "max_running, now 64, may bound the load"),
     ],
 )
-async def test_figures_that_are_doubtful_are_told(change: Callable[[Step], Step], said: str) -> None:
+async def test_figures_that_are_doubtful_are_told(change: Callable[[LoadStep], LoadStep], said: str) -> None:
     (warning,) = (await Bench(change=change).found(rate=10.0)).warnings
     assert warning.startswith(said)
 
@@ -111,7 +111,7 @@ async def test_warnings_of_a_run_that_fails_are_kept() -> None:
 
 
 async def test_a_service_that_goes_away_leaves_what_was_found() -> None:
-    bench = Bench(refused=(Load("open", 10.0),))
+    bench = Bench(refused=(LoadLevel("open", 10.0),))
     run = bench.run(rate=10.0, concurrency=4)
     with pytest.raises(ServiceError, match="the service is gone"):
         await run.run()
@@ -123,7 +123,7 @@ async def test_a_service_that_goes_away_leaves_what_was_found() -> None:
 async def test_a_service_that_goes_away_after_the_load_loses_nothing() -> None:
     looks = 0
 
-    def facts(facts: Facts) -> Facts:
+    def facts(facts: ModelFacts) -> ModelFacts:
         nonlocal looks
         looks += 1
         if looks > 1:
@@ -216,7 +216,7 @@ async def test_batch_work_fills_every_place_twice_while_live_traffic_is_measured
     assert bench.loads[-1] == (("open", 10.0), "default")
     assert tuning.batch.live.holds
     # The rate is measured beside batch work alone.
-    assert [load for load, _ in bench.loads].count(Load("open", 10.0)) == 1
+    assert [load for load, _ in bench.loads].count(LoadLevel("open", 10.0)) == 1
     assert tuning.single == ()
     assert bench.closed == 2
 

@@ -11,7 +11,7 @@ import httpx
 
 from serve_app.simulation.device import step_time
 from serve_app.simulation.profiles import Profile
-from serve_app.tuning.twin import Request, Settings
+from serve_app.tuning.twin import ReplicaSettings, Request
 
 NUMBERS: dict[str, Any] = {
     "name": "numbers",
@@ -45,7 +45,7 @@ class Slow:
 
 
 def one_by_one(
-    device: Profile, settings: Settings, most: int, arrivals: Sequence[tuple[float, Request]]
+    device: Profile, settings: ReplicaSettings, most: int, arrivals: Sequence[tuple[float, Request]]
 ) -> dict[int, tuple[float, float]]:
     """Return the times of the first and the last token of each request, by its number.
 

@@ -1,10 +1,10 @@
 """Steps under a load and the result of a tuning, made by hand."""
 
 from serve_app.tuning.goals import Goal, parse_goals
-from serve_app.tuning.load import Load, Loop, Step
-from serve_app.tuning.service import Answer
+from serve_app.tuning.load import LoadLevel, LoadStep, Loop
+from serve_app.tuning.service import LoadAnswer
 from serve_app.tuning.tune_report import Tuning
-from serve_app.tuning.tuner import Choice, Edge
+from serve_app.tuning.tuner import Edge, TunedSettings
 
 GOALS = parse_goals("ttft_p99<0.5,latency_p95<3")
 
@@ -15,11 +15,11 @@ def step(
     loop: Loop = "open",
     failed: bool = False,
     goals: tuple[Goal, ...] = GOALS,
-) -> Step:
+) -> LoadStep:
     """Return ten seconds with so many requests per second, each of two seconds."""
     sent = [number / value for number in range(int(10 * value))]
-    found = [Answer(at, 11, at + ttft, at + 2.0, failed) for at in sent]
-    return Step.of(Load(loop, value), goals, found, (0.0, 10.0), began_at=0.0, now=20.0)
+    found = [LoadAnswer(at, 11, at + ttft, at + 2.0, failed) for at in sent]
+    return LoadStep.of(LoadLevel(loop, value), goals, found, (0.0, 10.0), began_at=0.0, now=20.0)
 
 
 def tuning() -> Tuning:
@@ -32,5 +32,5 @@ def tuning() -> Tuning:
         GOALS,
         lone=step(1.0, loop="closed"),
         open=edge,
-        choice=Choice(19.0, 40, 15, 38, {"ttft_p99_s": 0.5}),
+        choice=TunedSettings(19.0, 40, 15, 38, {"ttft_p99_s": 0.5}),
     )

@@ -4,27 +4,27 @@ import pytest
 
 from serve_app.simulation.profiles import PROFILES
 from serve_app.tuning.planning import FitError, check_fit, expected_latency_s, full_rate
-from serve_app.tuning.twin import Fleet, Settings, closed_loop, open_loop
-from serve_app.tuning.workload import Lengths, Workload
+from serve_app.tuning.twin import Fleet, ReplicaSettings, closed_loop, open_loop
+from serve_app.tuning.workload import TokenLengths, Workload
 
 
 def work(input: str, output: str, max_tokens: int | None = None) -> Workload:
-    return Workload.of(1.0, Lengths.parse(input), Lengths.parse(output), max_tokens)
+    return Workload.of(1.0, TokenLengths.parse(input), TokenLengths.parse(output), max_tokens)
 
 
 @pytest.mark.parametrize(
     ("device", "load", "settings"),
     [
-        ("h100-8b", work("256", "128"), Settings(None, 8192, 256)),
-        ("h100-8b", work("1500:700", "300:150"), Settings(None, 8192, 256)),
-        ("h100-8b", work("1500", "100:60"), Settings(None, 512, 256)),
-        ("h100-8b", work("256", "128:60"), Settings(20, 8192, 256)),
+        ("h100-8b", work("256", "128"), ReplicaSettings(None, 8192, 256)),
+        ("h100-8b", work("1500:700", "300:150"), ReplicaSettings(None, 8192, 256)),
+        ("h100-8b", work("1500", "100:60"), ReplicaSettings(None, 512, 256)),
+        ("h100-8b", work("256", "128:60"), ReplicaSettings(20, 8192, 256)),
         # The KV cache holds fewer than 256.
-        ("l4-7b", work("1500", "300", 1000), Settings(None, 2048, 256)),
+        ("l4-7b", work("1500", "300", 1000), ReplicaSettings(None, 2048, 256)),
     ],
     ids=["short", "lognormal", "small steps", "a window", "a full cache"],
 )
-def test_a_full_replica_has_its_rate(device: str, load: Workload, settings: Settings) -> None:
+def test_a_full_replica_has_its_rate(device: str, load: Workload, settings: ReplicaSettings) -> None:
     profile = PROFILES[device]
     fleet = Fleet(profile, settings, 1, load)
     found = closed_loop(fleet, load, 1, streams=600, requests=3_000)
@@ -36,7 +36,7 @@ def test_a_full_replica_has_its_rate(device: str, load: Workload, settings: Sett
 @pytest.mark.parametrize("rate", [1.0, 5.0, 9.0])
 def test_the_expected_latency_is_that_of_the_model(rate: float) -> None:
     profile, load = PROFILES["h100-8b"], work("1500", "300")
-    fleet = Fleet(profile, Settings.of(profile), 1, load)
+    fleet = Fleet(profile, ReplicaSettings.of(profile), 1, load)
     found = open_loop(fleet, load, 1, rate=rate, warm_up=300, counted=1_000)
     mean = sum(each.latency_s for each in found.requests) / 1_000
     assert expected_latency_s(profile, load, rate) == pytest.approx(mean, rel=0.15)

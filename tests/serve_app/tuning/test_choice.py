@@ -3,19 +3,21 @@
 from dataclasses import replace
 
 from serve_app.tuning.goals import Goal, parse_goals
-from serve_app.tuning.load import Load, Step
-from serve_app.tuning.service import Answer, Facts
+from serve_app.tuning.load import LoadLevel, LoadStep
+from serve_app.tuning.service import LoadAnswer, ModelFacts
 from serve_app.tuning.tuner import BACKGROUND_PART, MARGIN, NARROW_MARGIN, choose
 
-FACTS = Facts("m", 4096, 1, 100_000, 256, 0, 0)
+FACTS = ModelFacts("m", 4096, 1, 100_000, 256, 0, 0)
 GOALS = parse_goals("ttft_p99<0.5,tpot_p99<0.05")
 
 
-def step(goals: tuple[Goal, ...] = GOALS, late: int = 0) -> Step:
+def step(goals: tuple[Goal, ...] = GOALS, late: int = 0) -> LoadStep:
     """Return 20 requests per second of two seconds each, the last of which are late."""
     sent = [number / 20 for number in range(-100, 600)]
-    found = [Answer(at, 101, at + (0.6 if n >= 700 - late else 0.2), at + 2.0) for n, at in enumerate(sent)]
-    return Step.of(Load("open", 20.0), goals, found, (0.0, 30.0), began_at=-5.0, now=40.0)
+    found = [
+        LoadAnswer(at, 101, at + (0.6 if n >= 700 - late else 0.2), at + 2.0) for n, at in enumerate(sent)
+    ]
+    return LoadStep.of(LoadLevel("open", 20.0), goals, found, (0.0, 30.0), began_at=-5.0, now=40.0)
 
 
 def test_the_window_holds_what_ran_and_the_queue_what_can_start_in_time() -> None:

@@ -12,10 +12,10 @@ from serve_app.simulation.profiles import PROFILES
 from serve_app.tuning.goals import batcher_goals, parse_goals
 from serve_app.tuning.plan_report import PlanReport
 from serve_app.tuning.planning import Trial, Trials
-from serve_app.tuning.twin import Settings
-from serve_app.tuning.workload import Batch, Lengths, StepGoals, Workload
+from serve_app.tuning.twin import ReplicaSettings
+from serve_app.tuning.workload import BatchWork, StepGoals, TokenLengths, Workload
 
-DEFAULT = Settings.of(PROFILES["h100-8b"])
+DEFAULT = ReplicaSettings.of(PROFILES["h100-8b"])
 TRIAL = Trial(3, DEFAULT, {}, {}, (), 0.5, 0.9, 0.3, 10, 4_000)
 
 
@@ -29,11 +29,11 @@ TRIAL = Trial(3, DEFAULT, {}, {}, (), 0.5, 0.9, 0.3, 10, 4_000)
     ids=["default", "steps", "window"],
 )
 @pytest.mark.parametrize("batch", [False, True])
-def test_a_service_takes_the_lines(chosen: Settings, batch: bool) -> None:
+def test_a_service_takes_the_lines(chosen: ReplicaSettings, batch: bool) -> None:
     goals = parse_goals("ttft_p99<0.5,tpot_p99<0.05")
-    load = Workload.of(5.0, Lengths(500), Lengths(50))
+    load = Workload.of(5.0, TokenLengths(500), TokenLengths(50))
     if batch:
-        load = replace(load, batch=Batch(Lengths(64), Lengths(64)), goals=StepGoals(0.4))
+        load = replace(load, batch=BatchWork(TokenLengths(64), TokenLengths(64)), goals=StepGoals(0.4))
     report = PlanReport(Trials(PROFILES["h100-8b"], load, goals))
     text = report.snippet(replace(TRIAL, settings=chosen))
     model, _, deployments = text.partition("# in deployments:\n")

@@ -5,26 +5,26 @@ import random
 import pytest
 
 from serve_app.tuning.goals import parse_goals
-from serve_app.tuning.load import Load, Step
-from serve_app.tuning.service import Answer
+from serve_app.tuning.load import LoadLevel, LoadStep
+from serve_app.tuning.service import LoadAnswer
 from serve_app.tuning.tuner import MOST_STEPS, RESOLUTION, Edge, EdgeSearch
 
 GOALS = parse_goals("ttft_p90<1")
 
 
-def step(value: float, misses: float) -> Step:
+def step(value: float, misses: float) -> LoadStep:
     """Return a step of which a share of the requests is late."""
-    found = [Answer(0.1 * n, 1, 0.1 * n + (2.0 if n < 100 * misses else 0.1)) for n in range(100)]
+    found = [LoadAnswer(0.1 * n, 1, 0.1 * n + (2.0 if n < 100 * misses else 0.1)) for n in range(100)]
     for each in found:
         each.ended_at = each.first_at
-    return Step.of(Load("open", value), GOALS, found, (0.0, 10.0), began_at=0.0, now=20.0)
+    return LoadStep.of(LoadLevel("open", value), GOALS, found, (0.0, 10.0), began_at=0.0, now=20.0)
 
 
 async def search(edge: float, start: float, noise: float = 0.0, **options: object) -> Edge:
     """Search for an edge; `noise` is the standard deviation of the load at which a step breaks."""
     numbers = random.Random(3)
 
-    async def measure(value: float, early: bool) -> Step:
+    async def measure(value: float, early: bool) -> LoadStep:
         return step(value, 0.0 if value <= numbers.gauss(edge, noise * edge) else 1.0)
 
     options = {"least": 0.1, "most": 10_000.0} | options
@@ -74,7 +74,7 @@ async def test_everything_holds() -> None:
 async def test_the_step_that_confirms_takes_its_whole_time() -> None:
     early_steps: list[tuple[float, bool]] = []
 
-    async def measure(value: float, early: bool) -> Step:
+    async def measure(value: float, early: bool) -> LoadStep:
         early_steps.append((value, early))
         return step(value, 0.0 if value <= 70 else 1.0)
 
@@ -92,7 +92,7 @@ async def test_a_service_that_changes_at_random_ends_the_search() -> None:
 async def test_a_step_that_breaks_close_to_the_bound_is_repeated() -> None:
     seen: list[float] = []
 
-    async def measure(value: float, early: bool) -> Step:
+    async def measure(value: float, early: bool) -> LoadStep:
         seen.append(value)
         return step(value, 0.0 if value < 60 else 0.12 if value < 80 else 1.0)
 

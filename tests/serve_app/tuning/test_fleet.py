@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 
 from batcher.stats import percentiles
 from serve_app.simulation.profiles import PROFILES, Profile
-from serve_app.tuning.twin import Fleet, Request, Run, Settings, closed_loop, open_loop, replay
-from serve_app.tuning.workload import Arrival, Lengths, Workload
+from serve_app.tuning.twin import Fleet, ReplicaSettings, Request, Run, closed_loop, open_loop, replay
+from serve_app.tuning.workload import Arrival, TokenLengths, Workload
 from tests.serve_app.tuning.doubles import profile
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def work(rate: float = 1.0, input: str = "256", output: str = "128", **options: Any) -> Workload:
-    return Workload.of(rate, Lengths.parse(input), Lengths.parse(output), **options)
+    return Workload.of(rate, TokenLengths.parse(input), TokenLengths.parse(output), **options)
 
 
 def run(device: Profile, load: Workload, replicas: int, seed: int = 1, counted: int = 600) -> Run:
-    fleet = Fleet(device, Settings.of(device), replicas, load)
+    fleet = Fleet(device, ReplicaSettings.of(device), replicas, load)
     return open_loop(fleet, load, seed, rate=load.rate, warm_up=100, counted=counted)
 
 
@@ -100,7 +100,7 @@ def test_replicas_add_their_throughput() -> None:
 def test_the_way_to_the_engine_delays_the_first_token_alone() -> None:
     load = work()
     plain, far = (
-        closed_loop(Fleet(device, Settings.of(device), 1, load), load, 1, streams=1, requests=5)
+        closed_loop(Fleet(device, ReplicaSettings.of(device), 1, load), load, 1, streams=1, requests=5)
         for device in (profile(), profile(request_ms=40.0))
     )
     for near, late in zip(plain.requests, far.requests, strict=True):
@@ -131,7 +131,7 @@ def test_given_requests_run_as_random_ones_do() -> None:
     device, load = profile(), work(4.0, "200:100", "60")
     random_ones = run(device, load, 1, counted=200)
     given = drawn(load, 400)
-    fleet = Fleet(device, Settings.of(device), 1, load)
+    fleet = Fleet(device, ReplicaSettings.of(device), 1, load)
     found = replay(fleet, load, given, seconds=random_ones.requests[-1].sent_at + 1e-9)
     assert times(found.requests[100:]) == times(random_ones.requests)
 
@@ -140,7 +140,7 @@ def test_given_requests_reserve_what_their_answers_take() -> None:
     """Two fit beside each other if each reserves 300 tokens, and none if they reserved the most of all."""
     device = profile(kv_tokens=600, max_model_len=600)
     load = work(1.0, "200", "100", max_tokens=400)
-    fleet = Fleet(device, Settings.of(device), 1, load)
+    fleet = Fleet(device, ReplicaSettings.of(device), 1, load)
     found = replay(fleet, load, [Arrival(0.0, 200, 100)] * 2, seconds=1.0)
     assert found.most_held == 600
     assert found.most_running == 2
@@ -148,7 +148,7 @@ def test_given_requests_reserve_what_their_answers_take() -> None:
 
 def test_given_requests_are_shared_by_the_replicas() -> None:
     load = work(8.0)
-    fleet = Fleet(profile(), Settings.of(profile()), 4, load, "least_loaded")
+    fleet = Fleet(profile(), ReplicaSettings.of(profile()), 4, load, "least_loaded")
     found = replay(fleet, load, drawn(load, 200), seconds=1e9)
     assert found.sent == len(found.requests) == 200
     # One replica would have all of them.
@@ -157,7 +157,7 @@ def test_given_requests_are_shared_by_the_replicas() -> None:
 
 def test_given_requests_that_come_too_late_are_refused() -> None:
     load = work()
-    fleet = Fleet(profile(), Settings.of(profile()), 1, load)
+    fleet = Fleet(profile(), ReplicaSettings.of(profile()), 1, load)
     with pytest.raises(ValueError, match=r"no request is sent in the first 2 s; raise the rate"):
         replay(fleet, load, [Arrival(3.0, 10, 10)], seconds=2.0)
 
@@ -180,7 +180,7 @@ def test_a_real_h100_has_the_figures_of_the_model(streams: int) -> None:
     device, load = PROFILES["h100-7b"], work()
     runs = []
     for seed in range(9):
-        fleet = Fleet(device, Settings.of(device, live_first=False), 1, load, seed=seed)
+        fleet = Fleet(device, ReplicaSettings.of(device, live_first=False), 1, load, seed=seed)
         found = closed_loop(fleet, load, 0, streams=streams, requests=requests).requests
         ttft = percentiles([each.ttft_s * 1e3 for each in found], (0.5, 0.99))
         tpot = percentiles([each.tpot_s * 1e3 for each in found], (0.5,))
@@ -200,7 +200,7 @@ def closed(
     device: Profile, load: Workload, streams: int, requests: int, chunk: int = 1
 ) -> tuple[float, float]:
     """Return output tokens per second, and the median TTFT in seconds, of so many streams."""
-    fleet = Fleet(device, Settings.of(device), 1, load)
+    fleet = Fleet(device, ReplicaSettings.of(device), 1, load)
     found = closed_loop(fleet, load, 1, streams=streams, requests=requests, chunk=chunk)
     tokens = sum(each.output for each in found.requests)
     median = percentiles([each.ttft_s for each in found.requests], (0.5,))[0]

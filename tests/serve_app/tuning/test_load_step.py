@@ -5,25 +5,25 @@ import math
 import pytest
 
 from serve_app.tuning.goals import parse_goals
-from serve_app.tuning.load import Load, Step, is_clear, is_hopeless
-from serve_app.tuning.service import Answer
+from serve_app.tuning.load import LoadLevel, LoadStep, is_clear, is_hopeless
+from serve_app.tuning.service import LoadAnswer
 
 GOALS = parse_goals("ttft_p90<1,tpot_p90<0.1")
 WINDOW = (10.0, 20.0)
 
 
-def answers(count: int, ttft: float = 0.5, tpot: float = 0.05, begin: float = 10.0) -> list[Answer]:
+def answers(count: int, ttft: float = 0.5, tpot: float = 0.05, begin: float = 10.0) -> list[LoadAnswer]:
     """Return answers of 11 tokens that are sent evenly in the window."""
     sent = [begin + (20.0 - begin) * number / count for number in range(count)]
-    return [Answer(at, 11, at + ttft, at + ttft + 10 * tpot) for at in sent]
+    return [LoadAnswer(at, 11, at + ttft, at + ttft + 10 * tpot) for at in sent]
 
 
-def step(found: list[Answer], load: Load | None = None, now: float = 30.0) -> Step:
-    return Step.of(load or Load("open", 10.0), GOALS, found, WINDOW, began_at=5.0, now=now)
+def step(found: list[LoadAnswer], load: LoadLevel | None = None, now: float = 30.0) -> LoadStep:
+    return LoadStep.of(load or LoadLevel("open", 10.0), GOALS, found, WINDOW, began_at=5.0, now=now)
 
 
 def test_the_figures_are_those_of_the_requests_in_the_window() -> None:
-    warm_up = [Answer(9.0, 11, 99.0, 99.0), Answer(20.0, 11, 99.0, 99.0)]
+    warm_up = [LoadAnswer(9.0, 11, 99.0, 99.0), LoadAnswer(20.0, 11, 99.0, 99.0)]
     found = step([*answers(100), *warm_up])
     assert found.sent == 100
     assert found.figure("ttft", 90) == pytest.approx(0.5)
@@ -54,13 +54,13 @@ def test_a_goal_breaks_where_more_miss_it_than_it_allows() -> None:
 
 def test_requests_that_are_cut_off_count_where_they_have_missed_a_goal_already() -> None:
     # At 20.5 those that were sent before 19.5 have waited for more than a second.
-    silent = [Answer(each.sent_at, 11) for each in answers(100)]
+    silent = [LoadAnswer(each.sent_at, 11) for each in answers(100)]
     found = step(silent, now=20.5)
     assert len(found.samples["ttft"]) == 96
     assert found.samples["tpot"] == []
     assert not found.holds
     # Of a token that has come the pace is known as far as it can only be slower.
-    slow = [Answer(each.sent_at, 11, each.sent_at + 0.1) for each in answers(100)]
+    slow = [LoadAnswer(each.sent_at, 11, each.sent_at + 0.1) for each in answers(100)]
     found = step(slow, now=22.0)
     assert len(found.samples["tpot"]) > 80
     assert [goal.name for goal in found.misses] == ["tpot_p90"]
@@ -68,7 +68,7 @@ def test_requests_that_are_cut_off_count_where_they_have_missed_a_goal_already()
 
 def test_a_service_that_falls_behind_does_not_hold() -> None:
     # Each answer takes longer than the one before, below the bounds.
-    growing = [Answer(each.sent_at, 1, each.sent_at, each.sent_at) for each in answers(300)]
+    growing = [LoadAnswer(each.sent_at, 1, each.sent_at, each.sent_at) for each in answers(300)]
     for number, each in enumerate(growing):
         each.ended_at = each.sent_at + 0.03 * number
         each.first_at = each.sent_at + 0.9
@@ -76,7 +76,7 @@ def test_a_service_that_falls_behind_does_not_hold() -> None:
     assert found.growing
     assert not found.holds
     assert not step(answers(300), now=40.0).growing
-    assert not step(growing, Load("closed", 10), now=40.0).growing
+    assert not step(growing, LoadLevel("closed", 10), now=40.0).growing
 
 
 def test_two_steps_count_as_one() -> None:
@@ -99,7 +99,7 @@ def test_a_step_of_many_requests_is_unclear_only_where_chance_may_decide(late: i
 
 
 def test_a_step_is_hopeless_once_too_many_are_late() -> None:
-    silent = [Answer(each.sent_at, 11) for each in answers(100)]
+    silent = [LoadAnswer(each.sent_at, 11) for each in answers(100)]
     assert not is_hopeless(silent, GOALS, WINDOW, expected=100, now=12.0)
     assert is_hopeless(silent, GOALS, WINDOW, expected=100, now=14.0)
     # As many are few among those that are still to come.
@@ -108,9 +108,9 @@ def test_a_step_is_hopeless_once_too_many_are_late() -> None:
 
 
 def test_a_closed_loop_is_clear_once_many_have_held_the_goals() -> None:
-    clients, rate = Load("closed", 10), Load("open", 10.0)
+    clients, rate = LoadLevel("closed", 10), LoadLevel("open", 10.0)
 
-    def clear(found: list[Answer], load: Load = clients, now: float = 30.0) -> bool:
+    def clear(found: list[LoadAnswer], load: LoadLevel = clients, now: float = 30.0) -> bool:
         return is_clear(load, found, GOALS, WINDOW, now)
 
     # A tenth may be late: half of that, less three, may have been.
@@ -119,6 +119,6 @@ def test_a_closed_loop_is_clear_once_many_have_held_the_goals() -> None:
     assert clear([*answers(98), *answers(2, ttft=3.0)])
     assert not clear([*answers(97), *answers(3, tpot=0.5)])
     # Those that still run have held nothing.
-    assert not clear([Answer(10.0, 11)] * 1_000, now=10.5)
+    assert not clear([LoadAnswer(10.0, 11)] * 1_000, now=10.5)
     # A queue may grow slowly.
     assert not clear(answers(10_000), rate)

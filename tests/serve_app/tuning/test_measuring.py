@@ -6,7 +6,7 @@ import pytest
 
 from serve_app.client import ServiceError
 from serve_app.tuning.profiling import PARAMETERS, Measurement, fit, step_of
-from serve_app.tuning.service import Answer, Service
+from serve_app.tuning.service import LoadAnswer, Service
 from tests.serve_app.tuning.doubles import VirtualEngine, profile
 
 
@@ -116,13 +116,13 @@ async def test_several_replicas_are_refused() -> None:
 
 
 def test_answers_that_follow_each_other_are_no_step() -> None:
-    first = Answer(0.0, 49, pieces=[(n / 10, n) for n in range(1, 50)])
-    second = Answer(0.0, 49, pieces=[(4.5 + n / 10, n) for n in range(1, 50)])
+    first = LoadAnswer(0.0, 49, pieces=[(n / 10, n) for n in range(1, 50)])
+    second = LoadAnswer(0.0, 49, pieces=[(4.5 + n / 10, n) for n in range(1, 50)])
     assert step_of([first, second], 10) is None
 
 
 def test_pieces_of_several_tokens_count_as_many() -> None:
-    answer = Answer(0.0, 77, pieces=[(1.0, 1), *((1.0 + n * 0.02, 1 + n) for n in range(4, 80, 4))])
+    answer = LoadAnswer(0.0, 77, pieces=[(1.0, 1), *((1.0 + n * 0.02, 1 + n) for n in range(4, 80, 4))])
     found = step_of([answer], 100)
     assert found is not None
     assert found.milliseconds == pytest.approx(20.0)

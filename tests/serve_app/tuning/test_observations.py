@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.tuning.profiling import PARAMETERS, Observation, ObservationError, fit
+from serve_app.tuning.profiling import PARAMETERS, ObservationError, Timing, fit
 
 SHAPES = [
     *((tokens, 1, tokens, True) for tokens in (64, 256, 1024, 2048)),
@@ -13,16 +13,14 @@ SHAPES = [
 ]
 
 
-def observed(
-    values: dict[str, float], noise: tuple[float, ...] = (1.0,), hidden: int = 0
-) -> list[Observation]:
+def observed(values: dict[str, float], noise: tuple[float, ...] = (1.0,), hidden: int = 0) -> list[Timing]:
     """Return the times that a device with these parameters has."""
     found = []
     for number, (prefill, sequences, context, request) in enumerate(SHAPES):
         factors = (1.0, max(0, prefill - hidden), sequences, context, request)
         time = sum(factor * values[name] for factor, name in zip(factors, PARAMETERS, strict=True))
         found.append(
-            Observation(str(number), prefill, sequences, context, request, time * noise[number % len(noise)])
+            Timing(str(number), prefill, sequences, context, request, time * noise[number % len(noise)])
         )
     return found
 

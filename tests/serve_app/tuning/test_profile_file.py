@@ -9,9 +9,9 @@ from serve_app.settings.models import LLMSettings
 from serve_app.settings.schema import parse
 from serve_app.simulation.profiles import read_profile
 from serve_app.tuning.profiling import Fit, ObservationError, file_of, profile_of, source_of
-from serve_app.tuning.service import Facts
+from serve_app.tuning.service import ModelFacts
 
-FACTS = Facts("org/model-1", 32_768, 1, 94_000, 256, 0, 9, load_s=12.5)
+FACTS = ModelFacts("org/model-1", 32_768, 1, 94_000, 256, 0, 9, load_s=12.5)
 PARAMETERS = {
     "base_ms": 51.23456,
     "per_prefill_token_ms": 0.2512345,
@@ -39,7 +39,7 @@ def test_a_plan_and_a_config_read_the_file(tmp_path: Path) -> None:
 
 
 def test_a_window_below_the_context_bounds_it() -> None:
-    facts = Facts("m", 32_768, 1, 10_000, 256, 0, 9)
+    facts = ModelFacts("m", 32_768, 1, 10_000, 256, 0, 9)
     assert profile_of(FIT, [], facts, "m", 2048, "here").max_model_len == 10_000
 
 

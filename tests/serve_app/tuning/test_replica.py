@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.tuning.twin import IDLE, STEPS, Replica, Request, Settings
-from serve_app.tuning.workload import Lengths, Workload
+from serve_app.tuning.twin import IDLE, STEPS, Replica, ReplicaSettings, Request
+from serve_app.tuning.workload import TokenLengths, Workload
 from tests.serve_app.tuning.doubles import one_by_one, profile
 
 
@@ -31,7 +31,7 @@ def drive(replica: Replica, arrivals: list[tuple[float, Request]]) -> list[Reque
 
 
 MEAN = 20
-LOAD = Workload(1.0, Lengths(50), Lengths(MEAN), MEAN)
+LOAD = Workload(1.0, TokenLengths(50), TokenLengths(MEAN), MEAN)
 
 SHAPES = st.fixed_dictionaries(
     {
@@ -51,7 +51,7 @@ def test_the_steps_are_those_of_single_steps(
     shape: dict[str, Any], max_running: int | None, coming: list[tuple[float, int, int]]
 ) -> None:
     device = profile(max_model_len=150, **shape)
-    chosen = replace(Settings.of(device, live_first=False), max_running=max_running)
+    chosen = replace(ReplicaSettings.of(device, live_first=False), max_running=max_running)
     at, arrivals = 0.0, []
     for number, (gap, prompt, output) in enumerate(coming):
         at += gap + 1e-3
@@ -70,7 +70,7 @@ def test_the_steps_are_those_of_single_steps(
 
 def test_a_lone_request_takes_its_steps() -> None:
     device = profile(per_kv_token_ms=0.0)
-    replica = Replica(device, Settings.of(device), LOAD)
+    replica = Replica(device, ReplicaSettings.of(device), LOAD)
     one = request(0, 100, 11)
     drive(replica, [(2.0, one)])
     assert one.first_at == pytest.approx(2.0 + (10 + 5 + 0.3) / 1e3)
@@ -80,7 +80,7 @@ def test_a_lone_request_takes_its_steps() -> None:
 
 def test_a_long_prompt_is_computed_in_parts() -> None:
     device = profile(per_kv_token_ms=0.0, per_sequence_ms=0.0)
-    replica = Replica(device, replace(Settings.of(device), max_num_batched_tokens=1000), LOAD)
+    replica = Replica(device, replace(ReplicaSettings.of(device), max_num_batched_tokens=1000), LOAD)
     one = request(0, 2500, 1)
     drive(replica, [(0.0, one)])
     assert one.first_at == one.ended_at == pytest.approx((3 * 10 + 2500 * 0.05) / 1e3)
@@ -102,7 +102,7 @@ def test_a_request_waits_for_the_steps_that_are_decided(
     device = profile(
         per_kv_token_ms=0.0, per_sequence_ms=0.0, per_prefill_token_ms=0.0, async_scheduling=asynchronous
     )
-    replica = Replica(device, Settings.of(device, live_first=live_first), LOAD)
+    replica = Replica(device, ReplicaSettings.of(device, live_first=live_first), LOAD)
     one, other = request(0, 10, 100), request(1, 10, 5)
     drive(replica, [(0.0, one), (at, other)])
     assert other.first_at == pytest.approx(0.20 + 0.01 * (steps + 1))
@@ -110,7 +110,7 @@ def test_a_request_waits_for_the_steps_that_are_decided(
 
 def test_what_does_not_fit_waits_in_order() -> None:
     device = profile(kv_tokens=1000, max_model_len=1000)
-    replica = Replica(device, Settings.of(device), LOAD)
+    replica = Replica(device, ReplicaSettings.of(device), LOAD)
     large = [request(number, 300, 20, reserved=600) for number in range(3)]
     small = request(3, 10, 2)
     drive(replica, [(0.001 * n, one) for n, one in enumerate([*large, small])])
@@ -122,6 +122,6 @@ def test_what_does_not_fit_waits_in_order() -> None:
 
 def test_max_running_bounds_the_requests_in_a_step() -> None:
     device = profile()
-    replica = Replica(device, replace(Settings.of(device), max_running=3), LOAD)
+    replica = Replica(device, replace(ReplicaSettings.of(device), max_running=3), LOAD)
     drive(replica, [(0.0, request(number, 10, 30)) for number in range(12)])
     assert replica.most_running == 3

@@ -10,12 +10,12 @@ from serve_app.simulation.profiles import PROFILES
 from serve_app.tuning.goals import METRICS, parse_goals
 from serve_app.tuning.plan_report import PlanReport
 from serve_app.tuning.planning import NoPlanError, Plan, Trial, Trials, full_rate
-from serve_app.tuning.twin import Settings
-from serve_app.tuning.workload import Lengths, Workload
+from serve_app.tuning.twin import ReplicaSettings
+from serve_app.tuning.workload import TokenLengths, Workload
 
 PROFILE = PROFILES["h100-8b"]
-DEFAULT = Settings.of(PROFILE)
-WORKLOAD = Workload.of(50.0, Lengths.parse("1500"), Lengths.parse("300"), prefix_share=0.25)
+DEFAULT = ReplicaSettings.of(PROFILE)
+WORKLOAD = Workload.of(50.0, TokenLengths.parse("1500"), TokenLengths.parse("300"), prefix_share=0.25)
 
 
 def report(
@@ -160,7 +160,7 @@ def test_the_lines_of_the_config_come_last() -> None:
 
 
 def test_the_json_has_the_question_and_every_row() -> None:
-    found = report("ttft_p99<0.5", workload=replace(WORKLOAD, input=Lengths.parse("1500:800")))
+    found = report("ttft_p99<0.5", workload=replace(WORKLOAD, input=TokenLengths.parse("1500:800")))
     body = json.loads(
         json.dumps(found.body(plan(found, trial(found, 4, ttft=1.5), least=3)), allow_nan=False)
     )
@@ -209,7 +209,7 @@ def test_a_time_has_the_digits_that_it_needs(seconds: float, shown: str) -> None
 
 
 def test_great_and_small_numbers_stay_apart_in_the_table() -> None:
-    many = Workload.of(1e6, Lengths.parse("131000"), Lengths.parse("999999999"))
+    many = Workload.of(1e6, TokenLengths.parse("131000"), TokenLengths.parse("999999999"))
     found = report("latency_p1<1e9", price=1e9, workload=many)
     big = trial(found, 100_000, load=123.4, settings=replace(DEFAULT, max_running=10**9))
     heads, *rows = columns(found.text(Plan(big, (trial(found, 1), big), 1)))

@@ -6,17 +6,17 @@ import pytest
 
 from serve_app.relay.usage import Tokens
 from serve_app.tuning.load import Requests
-from serve_app.tuning.service import Ask
-from serve_app.tuning.workload import Lengths
+from serve_app.tuning.service import LoadRequest
+from serve_app.tuning.workload import TokenLengths
 
 
-def some(requests: Requests, seed: int, count: int = 50) -> list[Ask]:
+def some(requests: Requests, seed: int, count: int = 50) -> list[LoadRequest]:
     requests.begin(seed)
     return list(islice(iter(requests.next, None), count))
 
 
 def test_a_seed_has_one_load() -> None:
-    requests = Requests("m", Lengths.parse("100:50"), Lengths.parse("20:10"))
+    requests = Requests("m", TokenLengths.parse("100:50"), TokenLengths.parse("20:10"))
     first = some(requests, 1)
     assert first == some(requests, 1)
     assert first != some(requests, 2)
@@ -27,7 +27,7 @@ def test_a_seed_has_one_load() -> None:
 
 def test_a_dataset_is_gone_through_before_a_prompt_comes_again() -> None:
     prompts = [f"prompt {number}" for number in range(20)]
-    requests = Requests("m", Lengths(5), Lengths(4), prompts, tier="flex")
+    requests = Requests("m", TokenLengths(5), TokenLengths(4), prompts, tier="flex")
     found = [ask.body["prompt"] for ask in some(requests, 1, 40)]
     assert sorted(found[:20]) == sorted(found[20:]) == sorted(prompts)
     assert found[:20] != prompts
@@ -35,7 +35,7 @@ def test_a_dataset_is_gone_through_before_a_prompt_comes_again() -> None:
 
 
 def test_gaps_are_those_of_independent_requests() -> None:
-    requests = Requests("m", Lengths(5), Lengths(4))
+    requests = Requests("m", TokenLengths(5), TokenLengths(4))
     requests.begin(1)
     gaps = [requests.gap() for _ in range(20_000)]
     assert 0.98 < sum(gaps) / len(gaps) < 1.02
@@ -44,7 +44,7 @@ def test_gaps_are_those_of_independent_requests() -> None:
 
 
 def test_the_requests_of_an_open_loop_are_known_before() -> None:
-    requests = Requests("m", Lengths.parse("100:50"), Lengths.parse("20:10"))
+    requests = Requests("m", TokenLengths.parse("100:50"), TokenLengths.parse("20:10"))
     requests.begin(1)
     before = requests.next()
     known = list(islice(requests.arrivals(4.0, 1), 3))
@@ -61,14 +61,14 @@ def test_the_requests_of_an_open_loop_are_known_before() -> None:
 
 
 def test_the_requests_of_a_dataset_have_no_known_lengths() -> None:
-    requests = Requests("m", Lengths(5), Lengths(4), ["a prompt"])
+    requests = Requests("m", TokenLengths(5), TokenLengths(4), ["a prompt"])
     with pytest.raises(ValueError, match="the lengths of a dataset's prompts aren't known"):
         next(requests.arrivals(1.0, 1))
 
 
 def test_requests_have_the_lengths_of_calls_together() -> None:
     calls = [Tokens(100, 0, 7), Tokens(40, 32, 90), Tokens(20, 20, 1)]
-    requests = Requests("m", Lengths(50), Lengths(30), calls=calls)
+    requests = Requests("m", TokenLengths(50), TokenLengths(30), calls=calls)
     found = some(requests, 1)
     assert {(len(ask.body["prompt"]), ask.tokens) for ask in found} == {(100, 7), (40, 90), (20, 1)}
     assert all(ask.body["max_tokens"] == ask.tokens and ask.body["ignore_eos"] for ask in found)
@@ -77,7 +77,7 @@ def test_requests_have_the_lengths_of_calls_together() -> None:
 
 def test_as_much_of_a_prompt_is_shared_as_was_in_the_cache() -> None:
     calls = [Tokens(40, 32, 1), Tokens(20, 20, 1)]
-    requests = Requests("m", Lengths(30), Lengths(1), calls=calls)
+    requests = Requests("m", TokenLengths(30), TokenLengths(1), calls=calls)
     first, second = (
         {len(prompt): prompt for prompt in (ask.body["prompt"] for ask in some(requests, seed))}
         for seed in (1, 2)

@@ -10,21 +10,21 @@ from batcher.stats import percentiles
 from serve_app.simulation.profiles import PROFILES, Profile
 from serve_app.tuning.goals import parse_goals
 from serve_app.tuning.planning import NoPlanError, Search, Trials
-from serve_app.tuning.twin import Fleet, Run, Settings, open_loop
-from serve_app.tuning.workload import Batch, Lengths, StepGoals, Workload
+from serve_app.tuning.twin import Fleet, ReplicaSettings, Run, open_loop
+from serve_app.tuning.workload import BatchWork, StepGoals, TokenLengths, Workload
 from tests.serve_app.tuning.doubles import profile
 
-LIVE = Workload.of(4.0, Lengths.parse("256:100"), Lengths.parse("64:20"))
+LIVE = Workload.of(4.0, TokenLengths.parse("256:100"), TokenLengths.parse("64:20"))
 H100 = PROFILES["h100-7b"]
 
 
 def beside(rows: str, **goals: float) -> Workload:
-    input, output = map(Lengths.parse, rows.split("/"))
-    return replace(LIVE, batch=Batch(input, output), goals=StepGoals(**goals))
+    input, output = map(TokenLengths.parse, rows.split("/"))
+    return replace(LIVE, batch=BatchWork(input, output), goals=StepGoals(**goals))
 
 
 def run(load: Workload, device: Profile = H100, *, counted: int = 300, overcommit: bool = False) -> Run:
-    chosen = replace(Settings.of(device), overcommit=overcommit)
+    chosen = replace(ReplicaSettings.of(device), overcommit=overcommit)
     fleet = Fleet(device, chosen, 1, load, seed=1)
     return open_loop(fleet, load, 1, rate=load.rate, warm_up=60, counted=counted)
 
@@ -42,8 +42,8 @@ def p99(found: Run, name: str) -> float:
 )
 def test_no_live_request_is_lost_beside_rows(rows: str, places: int, seed: int, overcommit: bool) -> None:
     device = profile(kv_tokens=4_000, max_model_len=4_000, max_num_seqs=places)
-    load = replace(beside(rows), rate=2.0, input=Lengths(200), output=Lengths(30), max_tokens=30)
-    chosen = replace(Settings.of(device), overcommit=overcommit)
+    load = replace(beside(rows), rate=2.0, input=TokenLengths(200), output=TokenLengths(30), max_tokens=30)
+    chosen = replace(ReplicaSettings.of(device), overcommit=overcommit)
     found = open_loop(Fleet(device, chosen, 1, load, seed=seed), load, seed, rate=2.0, warm_up=5, counted=60)
     assert [each.number for each in found.requests] == list(range(5, 65))
     assert all(each.sent_at < each.first_at <= each.ended_at for each in found.requests)

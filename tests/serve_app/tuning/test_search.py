@@ -7,12 +7,12 @@ import pytest
 from serve_app.simulation.profiles import PROFILES
 from serve_app.tuning.goals import parse_goals
 from serve_app.tuning.planning import MOST_LOAD, RUNS, NoPlanError, Plan, Search, Trials, full_rate
-from serve_app.tuning.twin import Settings
-from serve_app.tuning.workload import Lengths, Workload
+from serve_app.tuning.twin import ReplicaSettings
+from serve_app.tuning.workload import TokenLengths, Workload
 
 
 def trials(device: str, rate: float, input: str, output: str, goals: str, seed: int = 0) -> Trials:
-    load = Workload.of(rate, Lengths.parse(input), Lengths.parse(output))
+    load = Workload.of(rate, TokenLengths.parse(input), TokenLengths.parse(output))
     return Trials(PROFILES[device], load, parse_goals(goals), seed)
 
 
@@ -32,7 +32,7 @@ def test_the_answer_is_the_fewest_that_hold() -> None:
     found = trials("h100-8b", 30, "800:400", "100:60", "ttft_p99<0.25")
     plan = Search(found, 64).plan()
     check(plan, found)
-    default = Settings.of(found.profile)
+    default = ReplicaSettings.of(found.profile)
     if plan.answer.replicas > plan.least:
         assert not found.trial(plan.answer.replicas - 1, default, RUNS).holds
     # One that holds with more replicas as well.
@@ -43,7 +43,7 @@ def test_without_a_tight_goal_the_work_decides() -> None:
     found = trials("h100-8b", 50, "1500", "300", "latency_p99<60")
     plan = Search(found, 64).plan()
     check(plan, found)
-    rate = full_rate(found.profile, found.workload, Settings.of(found.profile))
+    rate = full_rate(found.profile, found.workload, ReplicaSettings.of(found.profile))
     assert plan.answer.replicas == plan.least
     assert (plan.least - 1) * rate * MOST_LOAD < 50 <= plan.least * rate * MOST_LOAD
 
@@ -52,7 +52,7 @@ def test_shorter_steps_are_found_where_tpot_is_tight() -> None:
     found = trials("h100-70b-tp4", 100, "512", "128:128", "ttft_p99<1,tpot_p99<0.06")
     plan = Search(found, 64).plan()
     check(plan, found)
-    default = Settings.of(found.profile)
+    default = ReplicaSettings.of(found.profile)
     assert plan.answer.settings != default
     assert not found.trial(plan.answer.replicas, default, RUNS).holds
     rows = [(row.replicas, row.settings) for row in plan.rows]
@@ -97,10 +97,10 @@ def test_a_goal_that_takes_more_replicas_has_no_plan() -> None:
 
 def test_a_fleet_is_sampled() -> None:
     found = trials("h100-8b", 10, "500", "100:50", "ttft_p99<1")
-    whole, part = found.trial(4, Settings.of(found.profile), RUNS), None
+    whole, part = found.trial(4, ReplicaSettings.of(found.profile), RUNS), None
     large = replace(found.workload, rate=10 * 25.0)
     many = Trials(found.profile, large, found.goals)
-    part = many.trial(100, Settings.of(found.profile), RUNS)
+    part = many.trial(100, ReplicaSettings.of(found.profile), RUNS)
     for key in whole.figures:
         assert part.figures[key] == pytest.approx(whole.figures[key], rel=0.1), key
     assert part.load == pytest.approx(whole.load)

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from serve_app.client import ServiceError
-from serve_app.tuning.service import Answer, Ask, Service
+from serve_app.tuning.service import LoadAnswer, LoadRequest, Service
 
 LLM = {"id": "m", "owned_by": "saturate", "kind": "llm", "parent": None, "max_model_len": 4096}
 BATCHER = {"capacity": 9_000, "max_running": 8, "running": 1, "queue_depth": 2, "total_submitted": 5}
@@ -57,10 +57,10 @@ def piece(tokens: int) -> Any:
     return {"choices": [{"text": "a"}], "usage": {"completion_tokens": tokens}}
 
 
-async def ask(service: Service, *, pieces: bool = True) -> Answer:
+async def ask(service: Service, *, pieces: bool = True) -> LoadAnswer:
     options = {"include_usage": True} | ({"continuous_usage_stats": True} if pieces else {})
-    answer = Answer(service.clock(), 6)
-    await service.send(Ask("/v1/completions", {"model": "m", "stream_options": options}, 6), answer)
+    answer = LoadAnswer(service.clock(), 6)
+    await service.send(LoadRequest("/v1/completions", {"model": "m", "stream_options": options}, 6), answer)
     return answer
 
 

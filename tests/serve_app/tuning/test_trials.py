@@ -7,15 +7,15 @@ import pytest
 from serve_app.simulation.profiles import PROFILES
 from serve_app.tuning.goals import Goal, Metric, parse_goals
 from serve_app.tuning.planning import Trials
-from serve_app.tuning.twin import Settings
-from serve_app.tuning.workload import Lengths, Workload
+from serve_app.tuning.twin import ReplicaSettings
+from serve_app.tuning.workload import TokenLengths, Workload
 
 PROFILE = PROFILES["h100-8b"]
-DEFAULT = Settings.of(PROFILE)
+DEFAULT = ReplicaSettings.of(PROFILE)
 
 
 def trials(goals: str = "ttft_p99<1", rate: float = 20.0, output: str = "100:60", seed: int = 0) -> Trials:
-    load = Workload.of(rate, Lengths.parse("500:300"), Lengths.parse(output))
+    load = Workload.of(rate, TokenLengths.parse("500:300"), TokenLengths.parse(output))
     return Trials(PROFILE, load, parse_goals(goals), seed)
 
 

@@ -8,11 +8,11 @@ import pytest
 
 from serve_app.simulation.profiles import PROFILES
 from serve_app.tuning.goals import parse_goals
-from serve_app.tuning.load import Load, Loop, Step
+from serve_app.tuning.load import LoadLevel, LoadStep, Loop
 from serve_app.tuning.planning import full_rate
 from serve_app.tuning.tuner import Edge, LoneMissError, Tuner, choose, is_small
-from serve_app.tuning.twin import Settings
-from serve_app.tuning.workload import Lengths, Workload
+from serve_app.tuning.twin import ReplicaSettings
+from serve_app.tuning.workload import TokenLengths, Workload
 from tests.serve_app.tuning.virtual_load import VirtualService
 
 GRID = 40
@@ -34,7 +34,7 @@ class Case:
 
     @property
     def workload(self) -> Workload:
-        return Workload.of(1.0, Lengths.parse(self.input), Lengths.parse(self.output))
+        return Workload.of(1.0, TokenLengths.parse(self.input), TokenLengths.parse(self.output))
 
     def __str__(self) -> str:
         return f"{self.device} {self.goals}"
@@ -70,7 +70,7 @@ class Tuned:
     """A case, and what was found."""
 
     service: VirtualService
-    lone: Step
+    lone: LoadStep
     closed: Edge
     open: Edge
     spent_s: float
@@ -100,8 +100,8 @@ async def grid(case: Case, loop: Loop, most: float) -> tuple[float, float]:
     service = case.service()
     service.cuts = False
 
-    async def step(value: float, seed: int) -> Step:
-        load = Load(loop, value if loop == "open" else max(1, round(value)))
+    async def step(value: float, seed: int) -> LoadStep:
+        load = LoadLevel(loop, value if loop == "open" else max(1, round(value)))
         share = case.seconds / 6
         return await service.step(load, seconds=case.seconds, warm_up=share, drain=share, seed=seed)
 
@@ -128,7 +128,7 @@ async def grid(case: Case, loop: Loop, most: float) -> tuple[float, float]:
 def test_the_goodput_is_that_of_a_grid_in_a_fifth_of_its_time(case: Case) -> None:
     found = tuned(case)
     profile = DEVICES[case.device]
-    full = case.replicas * full_rate(profile, case.workload, Settings.of(profile))
+    full = case.replicas * full_rate(profile, case.workload, ReplicaSettings.of(profile))
     rates, rates_s = asyncio.run(grid(case, "open", 1.05 * full))
     clients, clients_s = asyncio.run(grid(case, "closed", 1.5 * case.replicas * profile.max_num_seqs))
     assert found.open.held is not None
@@ -166,9 +166,9 @@ def held(case: Case, rate: float, max_running: int) -> int:
     service = case.service()
     service.settings = replace(service.settings, max_running=max_running)
 
-    async def step(number: int) -> Step:
+    async def step(number: int) -> LoadStep:
         return await service.step(
-            Load("open", rate),
+            LoadLevel("open", rate),
             seconds=case.seconds,
             warm_up=case.seconds / 6,
             drain=case.seconds / 6,
@@ -203,7 +203,7 @@ async def test_one_load_is_measured_again_where_it_is_unclear() -> None:
     service = case.service()
     edge = tuned(case).open
     assert edge.held is not None
-    clear = await case.tuner(service).measure(Load("open", edge.held.load.value / 2))
+    clear = await case.tuner(service).measure(LoadLevel("open", edge.held.load.value / 2))
     assert (clear.holds, service.steps) == (True, 1)
 
 
@@ -215,9 +215,11 @@ def test_few_requests_are_few_for_a_percentile() -> None:
 
 
 async def test_each_step_is_told_before_and_after() -> None:
-    told: list[tuple[Load, bool]] = []
+    told: list[tuple[LoadLevel, bool]] = []
     case = CASES[3]
     tuner = case.tuner(case.service(), progress=lambda load, step: told.append((load, step is not None)))
     await tuner.lone()
-    await tuner.measure(Load("open", 5.0))
-    assert told == [(load, done) for load in (Load("closed", 1), Load("open", 5.0)) for done in (False, True)]
+    await tuner.measure(LoadLevel("open", 5.0))
+    assert told == [
+        (load, done) for load in (LoadLevel("closed", 1), LoadLevel("open", 5.0)) for done in (False, True)
+    ]

@@ -4,9 +4,9 @@ import math
 
 from serve_app.simulation.profiles import Profile
 from serve_app.tuning.goals import Goal
-from serve_app.tuning.load import Load, Step, is_clear, is_hopeless
-from serve_app.tuning.service import Answer, Facts
-from serve_app.tuning.twin import Fleet, Settings, closed_loop, open_loop
+from serve_app.tuning.load import LoadLevel, LoadStep, is_clear, is_hopeless
+from serve_app.tuning.service import LoadAnswer, ModelFacts
+from serve_app.tuning.twin import Fleet, ReplicaSettings, closed_loop, open_loop
 from serve_app.tuning.workload import Workload
 
 LOOKS = 50
@@ -30,19 +30,19 @@ class VirtualService:
         self.workload = workload
         self.goals = goals
         self.replicas = replicas
-        self.settings = Settings.of(profile)
+        self.settings = ReplicaSettings.of(profile)
         self.spent_s = 0.0
         self.steps = 0
         self.cuts = True
 
-    async def facts(self) -> Facts:
+    async def facts(self) -> ModelFacts:
         profile = self.profile
         running = min(self.settings.max_running or profile.max_num_seqs, profile.max_num_seqs)
-        return Facts("m", profile.max_model_len, self.replicas, profile.kv_tokens, running, 0, 0)
+        return ModelFacts("m", profile.max_model_len, self.replicas, profile.kv_tokens, running, 0, 0)
 
     async def step(
-        self, load: Load, *, seconds: float, warm_up: float, drain: float, seed: int, early: bool = False
-    ) -> Step:
+        self, load: LoadLevel, *, seconds: float, warm_up: float, drain: float, seed: int, early: bool = False
+    ) -> LoadStep:
         end = warm_up + seconds
         answers = self._answers(load, end, seed)
         window = warm_up, end
@@ -72,9 +72,9 @@ class VirtualService:
         self.spent_s += now
         self.steps += 1
         seen = [at(each, now) for each in answers if each.sent_at <= now]
-        return Step.of(load, self.goals, seen, window, began_at=0.0, now=now, cut=cut)
+        return LoadStep.of(load, self.goals, seen, window, began_at=0.0, now=now, cut=cut)
 
-    def _answers(self, load: Load, end: float, seed: int) -> list[Answer]:
+    def _answers(self, load: LoadLevel, end: float, seed: int) -> list[LoadAnswer]:
         fleet = Fleet(self.profile, self.settings, self.replicas, self.workload)
         if load.loop == "open":
             at_s, number = 0.0, 0
@@ -92,11 +92,11 @@ class VirtualService:
                 if run.requests[-1].sent_at >= end:
                     break
                 count = math.ceil(count * min(4.0, 1.1 * end / max(run.requests[-1].sent_at, end / 4)))
-        return [Answer(each.sent_at, each.output, each.first_at, each.ended_at) for each in run.requests]
+        return [LoadAnswer(each.sent_at, each.output, each.first_at, each.ended_at) for each in run.requests]
 
 
-def at(answer: Answer, now: float) -> Answer:
+def at(answer: LoadAnswer, now: float) -> LoadAnswer:
     """Return an answer as it is known at a time."""
     first = answer.first_at if answer.first_at is not None and answer.first_at <= now else None
     ended = answer.ended_at if answer.ended_at is not None and answer.ended_at <= now else None
-    return Answer(answer.sent_at, answer.tokens, first, ended, answer.failed)
+    return LoadAnswer(answer.sent_at, answer.tokens, first, ended, answer.failed)
