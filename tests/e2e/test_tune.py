@@ -1,6 +1,7 @@
 """`saturate tune` against replicas on simulated devices, whose limits are known."""
 
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import yaml
 
 from serve_app.settings.completion import complete_config
 from tests.e2e.service import ROOT, Service
-from tests.progress import ANSWER_S, run
+from tests.progress import ANSWER_S, finish
 
 pytestmark = pytest.mark.long
 
@@ -32,6 +33,9 @@ PROFILE = {
     "max_model_len": 2_048,
     "max_num_seqs": 64,
 }
+
+RUN_S = 900.0
+"""Seconds without much work of a run."""
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +62,13 @@ def tune(service: Service, folder: Path, *arguments: object, expected: int = 0) 
     path = folder / "tuned.json"
     command = [sys.executable, "-m", "serve_app.cli", "tune", service.url, "--json", str(path)]
     command += ["--goal", GOAL, "--input", "64:32", "--output", "32:8", *map(str, arguments)]
-    done = run(command, env=service.env)
-    assert done.returncode == expected, done.stdout + done.stderr
-    print(done.stdout, done.stderr)
+    with subprocess.Popen(
+        command, env=service.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        # The command waits for the service most of the time: it hardly works, and has some 20 steps of 30 s.
+        printed, errors = finish(process, still_s=RUN_S)
+    assert process.returncode == expected, printed + errors
+    print(printed, errors)
     return json.loads(path.read_text()) if path.exists() else None
 
 
