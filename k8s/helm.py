@@ -55,8 +55,10 @@ class Part(BaseModel):
 class Resources(Part):
     """Requests and limits of a container."""
 
-    requests: dict[str, Quantity] = Field(description="What the scheduler keeps for the container.")
-    limits: dict[str, Quantity] = Field(description="What the container may use.")
+    requests: dict[str, Quantity] = Field(
+        description="Amounts that the scheduler reserves for the container."
+    )
+    limits: dict[str, Quantity] = Field(description="Amounts that the container may use at most.")
 
 
 class Images(Part):
@@ -248,7 +250,7 @@ OPTIONS = ("api-keys", "batch-group", "incremental-upgrade", "ingress", "observa
 
 
 class Manifests:
-    """What `kubectl kustomize` renders of k8s/."""
+    """The documents that `kubectl kustomize` renders of k8s/."""
 
     def __init__(self) -> None:
         self.base = _kustomize(K8S / "base")

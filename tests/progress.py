@@ -189,6 +189,7 @@ def run(
     env: Mapping[str, str] | None = None,
     stdin: int | IO[str] | None = None,
     stderr: int | IO[str] = subprocess.PIPE,
+    still_s: float = STILL_S,
 ) -> "subprocess.CompletedProcess[str]":
     """Run a program to its end, as `subprocess.run` does with text and piped output, for as long as it works.
 
@@ -200,6 +201,7 @@ def run(
         env: Its environment.
         stdin: Where it reads instead of `input`.
         stderr: Where its errors go.
+        still_s: Seconds without work after which it is killed and the wait fails.
     """
     process = subprocess.Popen(
         command,
@@ -210,7 +212,7 @@ def run(
         env=env,
         text=True,
     )
-    printed, errors = finish(process, input)
+    printed, errors = finish(process, input, still_s)
     done = subprocess.CompletedProcess(command, process.returncode, printed, errors)
     if check:
         done.check_returncode()

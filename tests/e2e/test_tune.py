@@ -1,7 +1,6 @@
 """`saturate tune` against replicas on simulated devices, whose limits are known."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ import yaml
 
 from serve_app.settings.completion import complete_config
 from tests.e2e.service import ROOT, Service
-from tests.progress import ANSWER_S, finish
+from tests.progress import ANSWER_S, run
 
 pytestmark = pytest.mark.long
 
@@ -62,13 +61,10 @@ def tune(service: Service, folder: Path, *arguments: object, expected: int = 0) 
     path = folder / "tuned.json"
     command = [sys.executable, "-m", "serve_app.cli", "tune", service.url, "--json", str(path)]
     command += ["--goal", GOAL, "--input", "64:32", "--output", "32:8", *map(str, arguments)]
-    with subprocess.Popen(
-        command, env=service.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        # The command waits for the service most of the time: it hardly works, and has some 20 steps of 30 s.
-        printed, errors = finish(process, still_s=RUN_S)
-    assert process.returncode == expected, printed + errors
-    print(printed, errors)
+    # The command waits for the service most of the time: it hardly works, and has some 20 steps of 30 s.
+    done = run(command, env=service.env, still_s=RUN_S)
+    assert done.returncode == expected, done.stdout + done.stderr
+    print(done.stdout, done.stderr)
     return json.loads(path.read_text()) if path.exists() else None
 
 
