@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import tomllib
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,12 +9,13 @@ from typing import Any
 
 import click
 
+from k8s import helm
 from serve_app.dataset.command import batch
 from serve_app.dataset.options import chosen
 from tests.k8s.pods import Container, Pod, of_kind, pods
-from tests.k8s.rendering import K8S, REPOSITORY, Document
+from tests.k8s.rendering import K8S, Document
 
-VERSION = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
+VERSION = helm.version()
 OURS = re.compile(rf"saturate-(front|cpu|gpu):{re.escape(VERSION)}")
 OTHERS = {"redis:7.2-alpine"}
 ROOTS = [
