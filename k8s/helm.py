@@ -40,7 +40,6 @@ Replicas = Annotated[int, Field(ge=0)] | Literal["config"]
 Labels = dict[str, str]
 
 STORAGE_CLASS = "Storage class of the chart's volume; empty: the cluster's default."
-POLICIES = "Allowed connections. Without policies, every pod that reaches Ray's ports can run programs."
 
 
 # Values
@@ -62,7 +61,7 @@ class Resources(Part):
 
 
 class Images(Part):
-    """Images of k8s/Dockerfile."""
+    """Images of k8s/Dockerfile, in your registry."""
 
     registry: str = Field(
         description="Registry and path in front of the images' names, such as registry.example.com/team; "
@@ -106,7 +105,7 @@ class Front(Group):
 
 
 class Gpu(Group):
-    """The pods with GPUs: a replica each, with the GPUs and cores that the config reserves."""
+    """The pods with GPUs, a replica each. The config says whether there are any, and their GPUs and cores."""
 
     sharedMemory: Quantity = Field(description="Size of /dev/shm. Ray takes 30 % of the pod's memory there.")
 
@@ -194,7 +193,7 @@ class NetworkPolicy(Part):
     """Allowed connections. Without policies, every pod that reaches Ray's ports can run programs."""
 
     enabled: bool = Field(description="Whether there are network policies.")
-    namespaces: Namespaces = Field(description="Namespaces of the peers.")
+    namespaces: Namespaces
 
 
 class Upgrade(Part):
@@ -219,27 +218,20 @@ class Values(Part):
         description="A config of your own in place of `config`, complete: `saturate serve FILE "
         "--print-config` prints it. Set it with --set-file configText=FILE."
     )
-    images: Images = Field(description="Images of k8s/Dockerfile, in your registry.")
+    images: Images
     head: Pods = Field(description="The head: the cluster's state and Serve's controller, no replica.")
-    autoscaler: Autoscaler = Field(description="Ray's autoscaler, beside the head.")
-    front: Front = Field(description="The pods with the HTTP front, and with models that need no GPU.")
-    gpu: Gpu = Field(
-        description="The pods with GPUs, a replica each, if the config reserves GPUs. Their number and their "
-        "cores are those of the config."
-    )
-    cache: Cache = Field(description="The volume with the weights.")
-    huggingFace: HuggingFace = Field(description="The account for weights that need one.")
-    apiKeys: ApiKeys = Field(description="API keys of clients.")
-    ingress: Ingress = Field(description="A host name, through ingress-nginx.")
-    redis: Redis = Field(
-        description="The cluster's state in Redis: workers answer while the head is replaced."
-    )
-    batchGroup: BatchGroup = Field(description="Workers for Ray jobs that use the engine's handle.")
-    observability: Observability = Field(
-        description="Metrics, alerts and the dashboard, for clusters with the Prometheus operator."
-    )
-    networkPolicy: NetworkPolicy = Field(description=POLICIES)
-    upgrade: Upgrade = Field(description="How a change of the cluster arrives.")
+    autoscaler: Autoscaler
+    front: Front
+    gpu: Gpu
+    cache: Cache
+    huggingFace: HuggingFace
+    apiKeys: ApiKeys
+    ingress: Ingress
+    redis: Redis
+    batchGroup: BatchGroup
+    observability: Observability
+    networkPolicy: NetworkPolicy
+    upgrade: Upgrade
 
 
 # The manifests
@@ -571,7 +563,10 @@ def _chart() -> str:
 def _commented(part: Part) -> Section:
     fields = type(part).model_fields
     return {
-        name: Noted(_commented(value) if isinstance(value, Part) else value, fields[name].description or "")
+        name: Noted(
+            _commented(value) if isinstance(value, Part) else value,
+            fields[name].description or type(value).__doc__ or "",
+        )
         for name, value in part
     }
 
