@@ -35,7 +35,6 @@ from tests.e2e.services import local
 EVERY_S, WITHIN_S = 0.5, 2.0
 PATIENCE_S = 120.0
 CONNECTIONS, SOURCES = 4_200, 42
-NUMBERS = 4_900_000
 
 
 @dataclass(frozen=True)
@@ -134,29 +133,26 @@ async def send(target: Target, path: str, body: bytes, answers: Counter[str]) ->
     answers[f"status {answer.status_code}"] += 1
 
 
-def costly_field(copies: int) -> Attack:
-    """Return an attack by bodies of ten megabytes whose numbers nothing reads."""
+def posts(path: str, copies: int, **body: Any) -> Attack:
+    """Return an attack by equal requests that are sent at once.
+
+    Args:
+        path: The route.
+        copies: The number of requests.
+        body: The fields of the body, beside the model.
+    """
 
     async def attack(target: Target) -> Counter[str]:
-        numbers = b"1," * (NUMBERS - 1) + b"1"
-        body = b'{"model":"demo","prompt":"a","max_tokens":1,"vllm_xargs":{"a":[%b]}}' % numbers
-        answers = Counter[str]()
-        await asyncio.gather(*(send(target, "/v1/completions", body, answers) for _ in range(copies)))
+        content, answers = json.dumps({"model": "demo", **body}).encode(), Counter[str]()
+        await asyncio.gather(*(send(target, path, content, answers) for _ in range(copies)))
         return answers
 
     return attack
 
 
-async def repetitions(target: Target) -> Counter[str]:
-    """Have a detector compare long answers with themselves, almost to the end, at each token."""
-    body: dict[str, Any] = {"model": "demo", "prompt": "a", "max_tokens": 1950}
-    body["structured_outputs"] = {"regex": "a{950}ba{950}"}
-    body["repetition_detection"] = {"max_pattern_size": 1000, "min_pattern_size": 480, "min_count": 2}
-    answers = Counter[str]()
-    await asyncio.gather(
-        *(send(target, "/v1/completions", json.dumps(body).encode(), answers) for _ in range(16))
-    )
-    return answers
+def chat(words: str) -> list[dict[str, str]]:
+    """Return a chat of one message."""
+    return [{"role": "user", "content": words}]
 
 
 def connections(statistics: bool, first: bytes) -> Attack:
@@ -201,11 +197,41 @@ async def death(target: Target) -> Counter[str]:
     return Counter({"killed": len(target.engines)})
 
 
+NUMBERS = {"prompt": "a", "max_tokens": 1, "vllm_xargs": {"a": [1] * 4_900_000}}
+"""Ten megabytes of numbers that nothing reads."""
+
+REPETITIONS = {
+    "prompt": "a",
+    "max_tokens": 1950,
+    "structured_outputs": {"regex": "a{950}ba{950}"},
+    "repetition_detection": {"max_pattern_size": 1000, "min_pattern_size": 480, "min_count": 2},
+}
+"""A detector compares long answers with themselves, almost to the end, at each token."""
+
+PADDING = {"tokenize": True, "return_dict": True, "padding": "max_length", "max_length": 10_000_000}
+"""Arguments of the function that applies a chat template: a gigabyte, and not the end of the machine."""
+
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+
 ATTACKS: dict[str, Attack] = {
-    "1 body of 10 MB of numbers": costly_field(1),
-    "3 bodies of 10 MB of numbers": costly_field(3),
-    "15 bodies of 10 MB of numbers": costly_field(15),
-    "16 streams with repetition_detection": repetitions,
+    "goals of the scheduler that are no numbers": posts(
+        COMPLETIONS, 2, prompt="a", max_tokens=1, vllm_xargs={"saturate_goals": 5}
+    ),
+    "goals of the scheduler that stop all rows": posts(
+        COMPLETIONS, 2, prompt="a", max_tokens=100, vllm_xargs={"saturate_goals": [1e-9, 1e-9]}
+    ),
+    "a chat padded to 10 million tokens": posts(CHATS, 1, messages=chat("a"), chat_template_kwargs=PADDING),
+    "logprobs of 60 prompts": posts(
+        COMPLETIONS, 1, prompt=["a+b " * 375] * 60, prompt_logprobs=20, max_tokens=1
+    ),
+    "32 answers with logprobs": posts(
+        CHATS, 1, messages=chat("a"), n=32, max_tokens=300, logprobs=True, top_logprobs=20, ignore_eos=True
+    ),
+    "10,000 prompts with two answers each": posts(COMPLETIONS, 1, prompt=["a"] * 10_000, n=2, max_tokens=1),
+    "1 body of 10 MB of numbers": posts(COMPLETIONS, 1, **NUMBERS),
+    "3 bodies of 10 MB of numbers": posts(COMPLETIONS, 3, **NUMBERS),
+    "15 bodies of 10 MB of numbers": posts(COMPLETIONS, 15, **NUMBERS),
+    "16 streams with repetition_detection": posts(COMPLETIONS, 16, **REPETITIONS),
     "4,200 heads half sent": connections(False, b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\n"),
     "4,200 idle connections": connections(False, b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"),
     "4,200 idle connections to the statistics": connections(True, b""),
