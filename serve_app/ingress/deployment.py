@@ -31,7 +31,7 @@ from serve_app.ingress.body import BodyBudget, look, read_body, weight
 from serve_app.ingress.context import RequestMiddleware, context_of
 from serve_app.ingress.models import ServedModels
 from serve_app.ingress.pages import page_routes
-from serve_app.ingress.relay import LostEngines, Relay, RelayResponse
+from serve_app.ingress.relay import Relay, RelayResponse
 from serve_app.ingress.status import BATCHES, QUOTAS, Health, Status, deployment_stats
 from serve_app.ledger.callers import LostCalls
 from serve_app.quotas.client import Handle
@@ -94,7 +94,6 @@ class Ingress:
         self._telemetry = IngressTelemetry(settings.telemetry, context.replica_tag)
         self._bodies = BodyBudget(settings.ingress.bytes_in_flight)
         self._document = APIDocument(settings, self._engines, self._health.running)
-        self._lost = LostEngines()
         self._lost_calls = LostCalls(settings.usage, context.replica_tag)
         self._access = KeyStore(settings.access, quotas=quotas is not None) if settings.access else None
         if self._access:
@@ -236,12 +235,10 @@ class Ingress:
             key=context.key_name,
             quota=context.caller.key.quota if context.caller else None,
         )
-        losses = await self._lost.enter(relayed)
         keep_alive = path in {GENERATE, PROCESS} and KEEP_ALIVE in request.headers
         return RelayResponse(
             self._relays[chosen].ask,
             relayed,
-            losses,
             keep_alive=keep_alive,
             died=partial(self._lost_calls.add, chosen),
         )

@@ -1,18 +1,15 @@
 """One call to an engine: the answer is passed on as it comes, and another engine is asked when one is lost.
 
 Before anything was sent, the other engine gets the same request; in the middle of a stream, a request for
-what follows (`resume.py`). A request that loses a second engine may be the cause, and is not sent on.
+what follows (`resume.py`). A request that loses `MAX_LOST` engines may be the cause, and is not sent on.
 
 A machine without power or network, and a process whose event loop is held, are silent alike. So before a
 silent engine counts as lost, its process is asked for a connection, which the kernel accepts in its place.
 """
 
 import asyncio
-import hashlib
 import logging
 import random
-import time
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
@@ -68,20 +65,12 @@ replaces a replica that answers no health check."""
 CONNECT_S = 3.0
 """Seconds that the process of an engine has to be found and to accept a connection."""
 
-MAX_LOST = 2
-"""Engines that may be lost in a row while a request runs on them."""
+MAX_LOST = 3
+"""The loss with this number is a request's result. Two engines may die one after the other of anything, and
+all requests that they had are answered by the third."""
 
 LONG_S = 300.0
 """Seconds of a stream after which the stream can't be the cause of its engine's loss."""
-
-REMEMBERED_S = 300.0
-"""Seconds for which a lost engine is held against the requests that ran on it."""
-
-MAX_REMEMBERED = 10_000
-"""Requests that are remembered; the oldest go first."""
-
-LARGE_BYTES = 1 << 20
-"""A body with more bytes is hashed beside the event loop."""
 
 UNAVAILABLE = 503
 """The status of an engine that can't serve: the replica stops, or vLLM's engine has died."""
@@ -115,14 +104,12 @@ class EngineGoneError(EngineLostError):
 
 
 class PoisonError(RequestError):
-    """Too many engines were lost with a request.
+    """Too many engines were lost with a request."""
 
-    Args:
-        consequence: What follows from it.
-    """
-
-    def __init__(self, consequence: str) -> None:
-        message = f"{MAX_LOST} engines failed one after the other while this request ran; {consequence}."
+    def __init__(self) -> None:
+        message = (
+            f"{MAX_LOST} engines failed one after the other while this request ran; it is not tried again."
+        )
         super().__init__(500, "internal_error", message, final=True)
 
 
@@ -383,22 +370,15 @@ async def _accepts(actor: str, find: Callable[[str], Any]) -> bool:
 class Losses:
     """Engines that were lost in a row while one request ran on them.
 
-    Args:
-        request: The request, if its repeats are to share its losses.
-        memory: Keeps the losses for the repeats.
-
     Attributes:
         count: The number of engines.
     """
 
-    def __init__(self, request: RelayRequest | None = None, memory: "LostEngines | None" = None) -> None:
+    def __init__(self) -> None:
         self.count = 0
-        self._request = request
-        self._memory = memory
         self._engines: set[str] = set()
-        self._hash: bytes | None = None
 
-    async def add(self, error: Exception, engine: str | None = None) -> bool:
+    def add(self, error: Exception, engine: str | None = None) -> bool:
         """Return whether a call failed since its engine was lost while it had the request, and count it.
 
         Args:
@@ -415,95 +395,12 @@ class Losses:
             self.count += 1
         if engine is not None:
             self._engines.add(engine)
-        if self._memory is not None:
-            self._memory.note(await self.hash(), self.count)
         if self.count >= MAX_LOST:
             logger.error(
                 "%d engines were lost with the same request; it is not sent on: %r", self.count, error
             )
-            raise PoisonError("it is not tried again")
+            raise PoisonError
         return True
-
-    async def forget(self) -> None:
-        """Forget what the memory has of the request: an engine has answered it."""
-        # Without a loss that is remembered it is empty, that is false, and no body is hashed.
-        if self._memory:
-            self._memory.forget(await self.hash())
-
-    async def hash(self) -> bytes:
-        """Return the hash of route and body. It is computed once, that of a large body in a thread."""
-        if self._hash is None:
-            assert self._request is not None
-            body = self._request.body
-            hash = hashlib.sha256(f"{self._request.path}\0{self._request.upload}\0".encode())
-            if len(body) > LARGE_BYTES:
-                await asyncio.to_thread(hash.update, body)
-            else:
-                hash.update(body)
-            self._hash = hash.digest()
-        return self._hash
-
-
-class LostEngines:
-    """Remembers the losses of requests for their repeats.
-
-    The request that an engine died of can't be told from its neighbours on the engine. So each of them counts
-    the loss, is tried on one more engine, and is forgotten once any engine has answered it: a neighbour's
-    second try succeeds, and so does its own after the kill of a healthy engine. A request that loses the
-    second engine too is not tried again, and its repeats are refused for `REMEMBERED_S`.
-
-    Requests are the same if route and body are; uploads never are. Nothing is kept of them but a hash, and
-    none is computed while nothing is remembered.
-
-    Args:
-        clock: Returns the time in seconds.
-        most: Requests that are remembered.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic, most: int = MAX_REMEMBERED) -> None:
-        self._clock = clock
-        self._most = most
-        # The engines lost, and when, by hash.
-        self._lost: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
-
-    def __len__(self) -> int:
-        """Return how many requests are remembered."""
-        return len(self._lost)
-
-    async def enter(self, request: RelayRequest) -> Losses:
-        """Return the losses of a request.
-
-        Raises:
-            PoisonError: It has lost too many engines.
-        """
-        losses = Losses(request, self)
-        self._drop()
-        if self._lost:
-            losses.count, _ = self._lost.get(await losses.hash(), (0, 0.0))
-        if losses.count >= MAX_LOST:
-            raise PoisonError("it is refused for some minutes")
-        return losses
-
-    def note(self, hash: bytes, count: int) -> None:
-        """Note how many engines a request has lost in a row.
-
-        An engine that had the same request several times is lost once; so the number is the caller's.
-        """
-        before, _ = self._lost.pop(hash, (0, 0.0))
-        self._lost[hash] = max(count, before), self._clock()
-        self._drop()
-
-    def forget(self, hash: bytes) -> None:
-        """Forget a request."""
-        self._lost.pop(hash, None)
-
-    def _drop(self) -> None:
-        """Forget what is over, and what is too much."""
-        while self._lost:
-            hash, (_, at) = next(iter(self._lost.items()))
-            if len(self._lost) <= self._most and self._clock() - at < REMEMBERED_S:
-                return
-            del self._lost[hash]
 
 
 # The answer
@@ -515,7 +412,6 @@ class RelayResponse(Response):
     Args:
         ask: Sends a request to an engine; called when the answer begins.
         request: The request.
-        losses: Counts the engines that are lost with the request.
         keep_alive: Send a space every few seconds until the answer is there, which is JSON. The status is
             then 200; that of an error is in the answer's `error.code`.
         died: Called with each request that was at an engine whose process is gone.
@@ -529,7 +425,6 @@ class RelayResponse(Response):
         self,
         ask: Callable[[RelayRequest], EngineCall],
         request: RelayRequest,
-        losses: Losses | None = None,
         *,
         keep_alive: bool = False,
         died: Callable[[RelayRequest], None] = lambda request: None,
@@ -538,7 +433,7 @@ class RelayResponse(Response):
         self._start = ask
         self._died = died
         self._request = request
-        self._losses = losses or Losses()
+        self._losses = Losses()
         self._keep_alive = keep_alive
         self._tries = tries
         self._tried = 0
@@ -578,7 +473,6 @@ class RelayResponse(Response):
             await send({"type": "http.response.start", "status": head.status, "headers": headers})
         if piece.usage is not None:
             _keep_usage(context, piece)
-            await self._answered(head)
             await send({"type": "http.response.body", "body": piece.body, "more_body": False})
             return
         async with aclosing(self._bodies(head, piece, context)) as bodies:
@@ -615,7 +509,7 @@ class RelayResponse(Response):
                 # Another engine is tried only for one that is lost, and what is raised is logged above.
                 if died_with_it(error):
                     self._died(request)
-                await self._note_loss(error)
+                self._note_loss(error)
                 if not is_lost(error) or self._tried == self._tries:
                     raise
                 logger.warning("an engine failed before it answered; trying another: %r", error)
@@ -632,7 +526,6 @@ class RelayResponse(Response):
                     if body:
                         yield body
                     if piece.usage is not None:
-                        await self._answered(head)
                         await self._finish()
                         return
                     piece = await self._next_piece()
@@ -643,7 +536,7 @@ class RelayResponse(Response):
                     self._died(self._request)
             try:
                 if asyncio.get_running_loop().time() - began < LONG_S:
-                    await self._note_loss(failed)
+                    self._note_loss(failed)
                 piece = await self._resume(stream, failed)
             except Exception as reason:
                 # `_log` logs the stack of a fault.
@@ -702,19 +595,14 @@ class RelayResponse(Response):
             # The client has its answer. What an engine raises, Ray Serve has logged there with its stack.
             logger.info("an engine failed behind its answer: %r", error)
 
-    async def _answered(self, head: Head) -> None:
-        # A refusal, such as that of a full queue, says nothing of what the request would do.
-        if head.status < 400:
-            await self._losses.forget()
-
-    async def _note_loss(self, error: Exception) -> None:
+    def _note_loss(self, error: Exception) -> None:
         """Count an engine that was lost while it had the request.
 
         Raises:
             PoisonError: The request may be the cause.
         """
         assert self._call is not None
-        await self._losses.add(error, self._call.engine)
+        self._losses.add(error, self._call.engine)
 
     def _log(self, event: str, error: Exception) -> None:
         """Log a failure: one of an engine or a limit in a line, any other one with its stack."""

@@ -121,7 +121,7 @@ class EngineClient:
         lost = 0
         while True:
             try:
-                if lost < MAX_LOST:
+                if lost < MAX_LOST - 1:
                     return await self._ask(model, request)
                 async with self._suspects:
                     return await self._ask(model, request)
@@ -137,8 +137,8 @@ class EngineClient:
                 if not ran_there(error):
                     raise unavailable(error) from error
                 lost += 1
-                if lost > MAX_LOST:
-                    raise PoisonError("it is not tried again") from error
+                if lost >= MAX_LOST:
+                    raise PoisonError from error
                 await back_off(lost)
 
     def base_of(self, model: str) -> str | None:

@@ -93,7 +93,7 @@ class HandleClient:
             try:
                 return RowAnswer(200, await self._generate(body))
             except EngineLostError as error:
-                if not await losses.add(error):
+                if not losses.add(error):
                     raise
                 await back_off(losses.count)
 

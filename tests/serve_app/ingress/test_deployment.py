@@ -4,11 +4,13 @@ import asyncio
 import gzip
 import json
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
 import pytest
+from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError
 
 from serve_app.api.errors import RequestError
@@ -533,6 +535,27 @@ async def test_a_fault_of_the_ingress_is_a_500_with_its_stack_in_the_log(
     assert error["error"]["type"] == ("api_error" if "messages" in path else "internal_error")
     assert "inside" not in response.text
     assert "KeyError" in stacks(caplog)
+
+
+@pytest.mark.parametrize(("deaths", "status"), [(2, 200), (3, 500)])
+@virtual
+async def test_requests_survive_two_engines_and_nobody_is_refused_afterwards(
+    deaths: int, status: int
+) -> None:
+    met: Counter[bytes] = Counter()
+
+    async def answering(request: RelayRequest) -> AsyncGenerator[bytes, None]:
+        met[request.body] += 1
+        if met[request.body] <= deaths:
+            # All requests are there when it dies.
+            await asyncio.sleep(1.0)
+            raise ActorDiedError
+        yield complete(PLAIN, b"{}")
+
+    async with Client(Engine(answering)) as client:
+        for expected in (status, 200):
+            answers = await asyncio.gather(*(client.post(CHAT, json={"user": name}) for name in "abc"))
+            assert [found.status_code for found in answers] == [expected] * 3
 
 
 async def test_serve_s_own_limit_is_a_429() -> None:

@@ -20,11 +20,8 @@ from serve_app.ingress.context import RequestContext, context_of
 from serve_app.ingress.relay import (
     BACKOFF_S,
     LONG_S,
-    MAX_LOST,
     TRIES,
     EngineCall,
-    LostEngines,
-    PoisonError,
     RelayResponse,
 )
 from serve_app.relay.events import DONE
@@ -86,7 +83,6 @@ class Engines:
     scripts: list[Script]
     asked: list[RelayRequest] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
-    lost: LostEngines = field(default_factory=LostEngines)
 
     def ask(self, request: RelayRequest) -> EngineCall:
         self.answers.append(Answer(self.scripts[min(len(self.asked), len(self.scripts) - 1)]))
@@ -143,12 +139,8 @@ async def reply(
     request = RelayRequest("POST", "/v1/completions", b"", [], json.dumps({"prompt": "x"} | body).encode())
     received = Reply()
     scope = scope_of()
-    try:
-        losses = await engines.lost.enter(request)
-    except PoisonError as error:
-        return Reply(error.status)
     noted: list[RelayRequest] = [] if died is None else died
-    response = RelayResponse(engines.ask, request, losses, died=noted.append)
+    response = RelayResponse(engines.ask, request, died=noted.append)
     await response(scope, no_body, take or received.take)
     received.usage = context_of(scope).usage
     assert take is not None or received.ended
@@ -171,7 +163,6 @@ async def test_another_engine_is_asked_for_the_same(failure: bytes | Exception) 
     assert (received.status, received.body) == (200, b'{"text": "abc"}')
     assert received.usage == USAGE
     assert engines.asked[0] is engines.asked[1]
-    assert len(engines.lost) == 0
 
 
 @pytest.mark.parametrize(
@@ -206,44 +197,18 @@ async def test_engines_that_stop_are_no_loss_and_tries_are_bounded(
     assert len(engines.asked) == TRIES
     # The pauses double, and the spread of each is half of it.
     assert 0.5 <= now() / (BACKOFF_S * (2 ** (TRIES - 1) - 1)) <= 1.5
-    assert len(engines.lost) == 0
 
 
 @pytest.mark.parametrize("failure", [DEAD, AWAY, CUT, LOST], ids=["died", "away", "cut", "lost"])
 @virtual
-async def test_a_request_that_two_engines_are_lost_with_is_not_sent_on(failure: bytes | Exception) -> None:
-    engines = Engines([[STOPS], [failure], [failure], [ANSWER]])
+async def test_a_request_survives_two_engines_and_no_third(failure: bytes | Exception) -> None:
+    assert (await reply(Engines([[STOPS], [failure], [failure], [ANSWER]]))).status == 200
+    engines = Engines([[STOPS], [failure], [failure], [failure], [ANSWER]])
     received = await reply(engines)
     assert received.status == 500
     assert received.headers[b"x-should-retry"] == b"false"
-    assert "not tried again" in json.loads(received.body)["error"]["message"]
-    assert len(engines.asked) == 1 + MAX_LOST
-    (request, *_) = engines.asked
-    with pytest.raises(PoisonError, match="refused for some minutes"):
-        await engines.lost.enter(request)
-
-
-@virtual
-async def test_a_repeat_of_a_request_that_an_engine_was_lost_with_gets_one_try() -> None:
-    engines = Engines([stream(([], event("a")), resume="", then=DEAD), [DEAD], [ANSWER]])
-    assert (await reply(engines)).events[-1]["error"]["code"] == 503
-    assert (await reply(engines)).status == 500
-    assert len(engines.asked) == 2
-
-
-@virtual
-async def test_a_refusal_by_the_second_engine_clears_nothing() -> None:
-    engines = Engines([[DEAD], [FULL]])
-    assert (await reply(engines)).status == 429
-    (request, *_) = engines.asked
-    assert (await engines.lost.enter(request)).count == 1
-
-
-@virtual
-async def test_requests_that_lose_an_engine_after_each_other_s_answers_are_never_refused() -> None:
-    engines = Engines([[DEAD], [ANSWER]] * 5)
-    for _ in range(5):
-        assert (await reply(engines)).status == 200
+    assert "3 engines failed one after the other" in json.loads(received.body)["error"]["message"]
+    assert len(engines.asked) == 4
 
 
 @virtual
@@ -420,15 +385,17 @@ async def test_a_stream_goes_on_as_often_as_there_are_tries() -> None:
     assert [to_ids(request.token_ids) for request in engines.asked] == [[], [1], [1], [1, 2]]
 
 
-@pytest.mark.parametrize("second", [[DEAD], stream(([1, 2], event("ab")), then=LOST)])
+@pytest.mark.parametrize("third", [[DEAD], stream(([1, 2], event("ab")), then=LOST)])
 @virtual
-async def test_a_stream_that_two_engines_are_lost_with_ends_with_an_error(second: Script) -> None:
-    engines = Engines([stream(([1], event("a")), then=DEAD), second, WHOLE])
+async def test_a_stream_survives_two_engines_and_no_third(third: Script) -> None:
+    dying: list[Script] = [stream(([1], event("a")), then=DEAD), [DEAD]]
+    assert (await reply(Engines([*dying, WHOLE]))).text == "abc"
+    engines = Engines([*dying, third, WHOLE])
     received = await reply(engines)
     assert received.events[-1]["error"]["code"] == 500
     assert "not tried again" in received.events[-1]["error"]["message"]
     assert b"[DONE]" not in received.body
-    assert len(engines.asked) == MAX_LOST
+    assert len(engines.asked) == 3
 
 
 @virtual

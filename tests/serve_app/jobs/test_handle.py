@@ -61,12 +61,12 @@ async def test_an_error_of_the_handle_has_a_status(handle: Handle, error: Except
 
 
 @pytest.mark.parametrize("error", [ActorDiedError(), EngineLostError()], ids=["replica", "vLLM's engine"])
-async def test_a_row_that_two_engines_are_lost_with_is_final(handle: Handle, error: Exception) -> None:
+async def test_a_row_that_three_engines_are_lost_with_is_final(handle: Handle, error: Exception) -> None:
     call = send()
     async with asyncio.timeout(STILL_S):
-        for _ in range(2):
+        for _ in range(3):
             (await handle.asked.get()).future.set_exception(error)
-        with pytest.raises(RequestError, match="2 engines failed one after the other") as caught:
+        with pytest.raises(RequestError, match="3 engines failed one after the other") as caught:
             await call
     assert caught.value.final
     assert handle.asked.empty()
