@@ -15,7 +15,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from serve_app.api.errors import ANTHROPIC, RequestError
-from serve_app.api.protocol import MAX_NAME, check_count, parse_body
+from serve_app.api.protocol import MAX_NAME, check_count, parse_body, without_nulls
 from serve_app.api.routes import (
     CHAT_BATCH,
     CLASSIFY,
@@ -289,11 +289,43 @@ def inspect(
         RequestError: 400, the body asks for more than `limits` allow, it is neither a JSON object nor a form,
             or a field is wrong.
     """
-    kind = (content_type or "json").partition(";")[0].lower()
-    # A function reads a body of any type as JSON, for embeddings as for its other calls.
-    if path in CALLS or (body and ("json" in kind or path == EMBEDDINGS)):
+    if _is_json(body, path, content_type):
         return _inspect_json(body, path, limits)
     return _inspect_form(body, content_type, model, path, limits)
+
+
+def read(
+    body: bytes, path: str, limits: RequestLimits, *, content_type: str = "application/json", model: str = ""
+) -> tuple[Facts, bytes]:
+    """Return the facts of a request, and its body with values that each route takes.
+
+    A field that is null counts as not set, so the body has it no more: vLLM refuses null in some fields, and
+    in others reads a value that is not the default. vLLM doesn't know the tier "fast", the newer name of
+    "priority".
+
+    Args:
+        body: The body.
+        path: The route.
+        limits: The limits of a request.
+        content_type: The header `Content-Type`; empty: no header.
+        model: The model that the query string names, used for a form without a model.
+
+    Raises:
+        RequestError: See `inspect`.
+    """
+    facts = inspect(body, path, limits, content_type=content_type, model=model)
+    if _is_json(body, path, content_type):
+        body = without_nulls(body)
+    if facts.service_tier == "fast":
+        # Of two fields with one name, the last counts.
+        body = body.rstrip(b" \t\r\n").removesuffix(b"}") + b',"service_tier":"priority"}'
+    return facts, body
+
+
+def _is_json(body: bytes, path: str, content_type: str) -> bool:
+    kind = (content_type or "json").partition(";")[0].lower()
+    # A function reads a body of any type as JSON, for embeddings as for its other calls.
+    return path in CALLS or (bool(body) and ("json" in kind or path == EMBEDDINGS))
 
 
 def facts_of_call(request: Any, max_tokens: int | None = None) -> Facts:
@@ -339,15 +371,6 @@ def _estimate(size: int, answers: int, output: int | None) -> int:
     """
     expected = EXPECTED_OUTPUT if output is None else max(0, min(output, EXPECTED_OUTPUT))
     return size // BYTES_PER_TOKEN + answers * expected
-
-
-def with_priority(body: bytes) -> bytes:
-    """Return a JSON object with the service tier "priority"; vLLM doesn't accept "fast", its newer name.
-
-    Args:
-        body: The object, which has a service tier: of two fields with one name, the last counts.
-    """
-    return body.rstrip(b" \t\r\n").removesuffix(b"}") + b',"service_tier":"priority"}'
 
 
 # JSON

@@ -1,7 +1,9 @@
 """Requests and responses of `/generate` and `/process`, over HTTP and over the handle."""
 
+import json
 from typing import Annotated, Any, TypeVar
 
+import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from serve_app.api.errors import RequestError
@@ -183,7 +185,7 @@ def check_count(field: str, count: int, most: int) -> None:
 
 
 def parse_body(kind: type[BodyT], body: bytes | JSON) -> BodyT:
-    """Check a body against a pydantic model.
+    """Check a body against a pydantic model. A field that is null counts as not set.
 
     Args:
         kind: The model.
@@ -192,10 +194,37 @@ def parse_body(kind: type[BodyT], body: bytes | JSON) -> BodyT:
     Raises:
         RequestError: 400 that names the field and the mistake.
     """
+    if isinstance(body, dict):
+        body = {name: value for name, value in body.items() if value is not None}
     try:
-        return kind.model_validate_json(body) if isinstance(body, bytes) else kind.model_validate(body)
+        if isinstance(body, bytes):
+            return kind.model_validate_json(without_nulls(body))
+        return kind.model_validate(body)
     except ValidationError as error:
         raise _bad_field(error, list(kind.model_fields)) from None
+
+
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def without_nulls(body: bytes) -> bytes:
+    """Return a JSON object without its fields that are null; any other text stays as it is."""
+    if b"null" not in body:
+        return body
+    try:
+        content = _OBJECT.decode(body)
+        kept = {name: text for name, text in content.items() if len(text) != 4 or bytes(text) != b"null"}
+        return body if len(kept) == len(content) else msgspec.json.encode(kept)
+    except (msgspec.MsgspecError, RecursionError):
+        pass
+    try:
+        # A value that strict JSON doesn't have, such as NaN.
+        parsed = json.loads(body)
+    except (ValueError, RecursionError):
+        return body
+    if not isinstance(parsed, dict) or None not in parsed.values():
+        return body
+    return json.dumps({name: value for name, value in parsed.items() if value is not None}).encode()
 
 
 def _bad_field(error: ValidationError, fields: list[str]) -> RequestError:

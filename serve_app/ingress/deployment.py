@@ -17,7 +17,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from serve_app.api.errors import EXCEPTION_HANDLERS, RequestError, path_of
-from serve_app.api.facts import inspect, with_priority
+from serve_app.api.facts import read
 from serve_app.api.headers import KEEP_ALIVE
 from serve_app.api.protocol import JSON
 from serve_app.api.routes import GENERATE, MOVED, OPENAI, PROCESS, TOKENIZING
@@ -202,12 +202,10 @@ class Ingress:
         body = await read_body(request, limits)
         path = path_of(request.scope)
         content_type, stated = request.headers.get("content-type", ""), request.query_params.get("model", "")
-        facts = await look(
+        facts, body = await look(
             weight(body),
-            lambda: inspect(body, path, limits, content_type=content_type, model=stated),
+            partial(read, body, path, limits, content_type=content_type, model=stated),
         )
-        if facts.service_tier == "fast":
-            body = with_priority(body)
         path = MOVED.get(path, path)
         context = context_of(request.scope)
         await self._models.learn(facts.model)

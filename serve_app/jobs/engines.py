@@ -13,7 +13,7 @@ from pydantic_core import from_json, to_json
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.api.errors import RequestError
-from serve_app.api.facts import inspect
+from serve_app.api.facts import read
 from serve_app.api.protocol import JSON
 from serve_app.api.routes import MOVED
 from serve_app.api.scheduling import Scheduling
@@ -171,7 +171,7 @@ class EngineClient:
     def _request(
         self, endpoint: str, text: bytes, scheduling: Scheduling, allowed: Collection[str] | None
     ) -> tuple[str, RelayRequest]:
-        facts = inspect(text, endpoint, self._limits)
+        facts, text = read(text, endpoint, self._limits)
         served = self._models.choose(facts.model, endpoint, allowed)
         base = self._models.base_of(served)
         request = RelayRequest(

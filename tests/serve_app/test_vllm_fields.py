@@ -1,5 +1,6 @@
 """Fields of vLLM's own requests: those that can multiply work, and what each may cost, by route."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from vllm.entrypoints.pooling.scoring.api_router import router as scoring
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from serve_app.api.facts import NUMBERS
-from serve_app.api.protocol import GenerateRequest, ProcessRequest
+from serve_app.api.protocol import GenerateRequest, ProcessRequest, parse_generate, parse_process
 from serve_app.api.routes import CLASSIFY, EMBEDDINGS, GENERATE, MOVED, OPENAI
 from tests.serve_app.ingress.engine_doubles import Client, Engine, echo, health
 
@@ -338,3 +339,27 @@ async def test_the_options_of_a_request_have_a_bound_together(openapi: Any) -> N
         ):
             assert (await client.post(path, content=content)).status_code == 400
         assert len(client.engine.requests) == 1
+
+
+async def test_null_is_a_field_that_is_not_set_on_every_route(openapi: Any) -> None:
+    engines = {"demo": Engine(echo), "rank": Engine(echo)}
+    async with Client(engines) as client:
+        for path in (*ROUTES, GENERATE, "/process"):
+            name = "rank" if path == "/process" else "demo"
+            content = {"model": name} | dict.fromkeys(_fields(openapi, path) - {"model"})
+            response = await client.post(path, json=content)
+            assert response.status_code == 200, (path, response.text)
+            assert json.loads(engines[name].requests[-1].body) == {"model": name}, path
+
+
+@pytest.mark.parametrize(("parse", "needed"), [(parse_generate, "prompts"), (parse_process, "records")])
+def test_null_is_a_field_that_is_not_set_in_calls_of_a_handle(parse: Any, needed: str) -> None:
+    kind = GenerateRequest if parse is parse_generate else ProcessRequest
+    few: Any = {needed: ["a"]}
+    for body in (few, json.dumps(few).encode()):
+        nulls: Any = dict.fromkeys(kind.model_fields) | few
+        given = nulls if isinstance(body, dict) else json.dumps(nulls).encode()
+        assert parse(given, **LIMIT[needed]) == parse(body, **LIMIT[needed])
+
+
+LIMIT = {"prompts": {"max_prompts": 9}, "records": {"max_records": 9}}

@@ -40,7 +40,7 @@ from serve_app.api.facts import (
     facts_of_call,
     inspect,
     prefix_hashes,
-    with_priority,
+    read,
 )
 from serve_app.api.protocol import GenerateRequest
 from serve_app.api.routes import GENERATE, OPENAI, POOLING, PROCESS, SCORE, TOKENIZING
@@ -231,6 +231,12 @@ def test_no_body_is_counted_for_less_than_a_parser_makes_of_it(
     if facts is not None and content is not None:
         check_counts(content, path, limits)
         check_facts(facts, content, body, path)
+        found, taken = read(body, path, limits)
+        assert found == facts
+        # NaN is equal to nothing.
+        tier = {"service_tier": "priority"} if facts.service_tier == "fast" else {}
+        values = {name: value for name, value in content.items() if value is not None}
+        assert repr(parsed(taken)) == repr(values | tier)
 
 
 @given(
@@ -512,7 +518,7 @@ def test_a_limit_that_is_none_is_ignored() -> None:
 def test_the_fast_tier_is_replaced_and_the_other_fields_stay(body: str) -> None:
     # NaN is equal to nothing.
     expected = repr(json.loads(body) | {"service_tier": "priority"})
-    assert repr(json.loads(with_priority(body.encode()))) == expected
+    assert repr(json.loads(read(body.encode(), "/v1/completions", LIMITS)[1])) == expected
 
 
 # Prefixes
