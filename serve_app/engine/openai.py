@@ -93,6 +93,7 @@ class OpenAI:
                 raise
             failure = job.failure or internal_error(error)
             if answered:
+                usage.outcome = "failed"
                 yield pack(body=error_event(failure, request.path), usage=usage)
             else:
                 yield pack_error(failure, request.path, usage)

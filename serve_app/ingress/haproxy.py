@@ -1,8 +1,10 @@
 """HAProxy's configuration, as Ray Serve writes it, with what Ray Serve has no setting for.
 
 - A limit of connections for each frontend and for each address of a client, and of seconds for a request.
+- HTTP/1 alone: one connection of HTTP/2 would have a hundred requests at once, beside these limits.
+- The methods that routes have: each method is a value in Ray Serve's metrics, and a client can invent any.
 - No splicing: with it HAProxy 2.8 doesn't notice that a client disconnects while it waits for an answer.
-- The body of a request in a buffer, so that HAProxy can send the request again when a replica dies.
+- The body of a request in a buffer, so that the limit of seconds holds for the body too.
 - The client's address in X-Forwarded-For, for API keys with `allow_from`.
 - Statistics and metrics on loopback.
 - The admin socket, which gives the listening sockets away, in a folder that only this user may enter.
@@ -58,6 +60,10 @@ STATISTICS_CONNECTIONS = 100
 
 RETRY_S = 5
 """Seconds after which a replica or HAProxy that was away is likely to be back."""
+
+
+METHODS = "GET HEAD POST DELETE OPTIONS"
+"""The methods of all routes, and of the preflights of pages of other origins."""
 
 
 class ProxyLimits(NamedTuple):
@@ -212,7 +218,10 @@ _TABLE = "backend saturate_addresses\n    stick-table type ipv6 size 100k expire
 
 
 def _frontend_lines(limits: ProxyLimits) -> list[str]:
-    lines = [f"    maxconn {limits.connections - 2 * STATISTICS_CONNECTIONS}"]
+    lines = [
+        f"    maxconn {limits.connections - 2 * STATISTICS_CONNECTIONS}",
+        "    option disable-h2-upgrade",
+    ]
     if limits.per_address:
         unless = f" unless {{ src {' '.join(limits.trusted)} }}" if limits.trusted else ""
         # A client of IPv6 has a whole /64.
@@ -221,8 +230,14 @@ def _frontend_lines(limits: ProxyLimits) -> list[str]:
             f"    tcp-request connection track-sc0 {key} table saturate_addresses{unless}",
             f"    tcp-request connection reject if {{ sc0_conn_cur gt {limits.per_address} }}",
         ]
+    allow = f"hdr allow '{METHODS.replace(' ', ', ')}'"
+    unknown = f"if !{{ method {METHODS} }}"
+    no_method = RequestError(405, "invalid_request_error", f"The methods of this service are {METHODS}.")
     # HAProxy's own 502 is a 503 here; that of a replica stays.
     lines += [
+        # Ray Serve counts the lines of the log.
+        f"    http-request set-log-level silent {unknown}",
+        f"    http-request return status 405 {_reply(no_method)} {allow} {unknown}",
         f"    http-after-response set-status 503 if {{ status 502 }} {{ res.hdr({_MARK}) -m found }}",
         f"    http-after-response del-header {_MARK}",
     ]

@@ -113,8 +113,16 @@ class PoisonError(RequestError):
         super().__init__(500, "internal_error", message, final=True)
 
 
+class LateError(RequestError):
+    """No engine has taken a request in the time that the request may wait."""
+
+    def __init__(self) -> None:
+        super().__init__(408, "timeout_error", "The request could not start in the time it allows.")
+
+
 _EXPECTED = (
     PoisonError,
+    LateError,
     BrokenOffError,
     UnresumableError,
     BackPressureError,
@@ -153,7 +161,7 @@ def is_expected(error: Exception) -> bool:
 
 def unavailable(error: Exception) -> RequestError:
     """Return the error for a client whose engine failed, or whose request met a fault of the service."""
-    if isinstance(error, PoisonError):
+    if isinstance(error, PoisonError | LateError):
         return error
     if _status(error) is grpc.StatusCode.RESOURCE_EXHAUSTED:
         message = "The request is larger than RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH. Send less at once."
@@ -184,13 +192,15 @@ async def back_off(tried: int) -> None:
 class EngineCall:
     """The pieces of an answer, without the keep-alives between them.
 
-    Iteration raises `EngineLostError`, or what the handle raises. The silence of the engine counts from the
-    first piece that is asked for.
+    Iteration raises `EngineLostError`, `LateError`, or what the handle raises. The silence of the engine
+    counts from the first piece that is asked for.
 
     Args:
         messages: The result of a handle for a method that streams, such as Ray Serve's.
         served: Tells whether any engine could have the request by now; it may wait for one to start.
         lives: Tells whether the process of an engine lives, by the id of its actor.
+        wait_s: Seconds within which an engine has to take the request, which then has its own deadline for
+            it; None: no limit.
     """
 
     def __init__(
@@ -198,6 +208,7 @@ class EngineCall:
         messages: Any,
         served: Callable[[], Awaitable[bool]],
         lives: Callable[[str], Awaitable[bool]] | None = None,
+        wait_s: float | None = None,
     ) -> None:
         self._call = messages
         self._messages = aiter(messages)
@@ -210,9 +221,13 @@ class EngineCall:
         self._was_taken = False
         self._missed = 0
         self._silent = False
+        self._late = False
         self._ended = False
         self._asking: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._expiry: asyncio.TimerHandle | None = None
+        if wait_s is not None:
+            self._expiry = asyncio.get_running_loop().call_later(wait_s, self._expire)
 
     def __aiter__(self) -> "EngineCall":
         return self
@@ -227,6 +242,8 @@ class EngineCall:
         except (asyncio.CancelledError, Exception) as error:
             if cancellation.is_own():
                 raise
+            if self._late:
+                raise LateError from None
             if self._silent:
                 raise (EngineSilentError if self._taken else EngineUnreachedError) from None
             if isinstance(error, asyncio.CancelledError):
@@ -256,9 +273,16 @@ class EngineCall:
         self._ended = True
         if self._timer is not None:
             self._timer.cancel()
+        if self._expiry is not None:
+            self._expiry.cancel()
         if self._asking is not None:
             self._asking.cancel()
         self._call.cancel()
+
+    def _expire(self) -> None:
+        if not self._taken:
+            self._late = True
+            self.cancel()
 
     def _arm(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(SILENCE_S / TICKS, self._tick)
@@ -324,7 +348,7 @@ class Relay:
         """Send a request to a replica."""
         messages = self._handle.remote(request)
         assert isinstance(messages, DeploymentResponseGenerator)
-        return EngineCall(messages, self._served)
+        return EngineCall(messages, self._served, wait_s=request.scheduling_now().queue_timeout_s)
 
     async def _served(self) -> bool:
         return await self._running() > 0
@@ -418,9 +442,6 @@ class RelayResponse(Response):
         tries: Most engines to ask.
     """
 
-    _failure: Exception | None = None
-    """Why the call was given up here; None: it wasn't, or its client has left."""
-
     def __init__(
         self,
         ask: Callable[[RelayRequest], EngineCall],
@@ -452,10 +473,10 @@ class RelayResponse(Response):
         try:
             head, piece = await (self._begin_alive(send) if self._keep_alive else self._begin(self._request))
         except Exception as error:
-            # `_log` logs the stack of a fault.
-            if self._failure is None:
+            if not isinstance(error, LateError):
+                # `_log` logs the stack of a fault.
                 self._log("an engine failed before it answered", error)
-            response = error_response(unavailable(self._failure or error), self._request.path)
+            response = error_response(unavailable(error), self._request.path)
             if self._started:
                 context_of(scope).status = response.status_code
                 await send({"type": "http.response.body", "body": response.body, "more_body": False})

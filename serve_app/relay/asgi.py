@@ -194,6 +194,7 @@ async def run_app(
             if streams and (error := refusal()):
                 body = outbox.take()
                 event = error_event(error, request.path, body or last)
+                usage.outcome = "failed"
                 ids = b"" if tokens is None else tokens.take()
                 yield pack(body=body + event, token_ids=ids, usage=usage)
                 return

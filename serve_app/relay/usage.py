@@ -30,7 +30,7 @@ from batcher import Slot
 MAX_SLOTS = 64
 """Slots of one request whose usage is kept one by one; a request may have thousands."""
 
-_FIELDS = struct.Struct(">IIffI")
+_FIELDS = struct.Struct(">IIffIB")
 
 _MOST = (1 << 32) - 1
 """The largest total that crosses the relay; the cost of a function's records may be larger."""
@@ -42,7 +42,10 @@ Outcome = Literal["ok", "cancelled", "failed", "lost"]
 """The end of a slot or a call: `cancelled` its client left, `failed` the engine or the function had an error,
 `lost` the Engine died."""
 
-_RANK: dict[Outcome, int] = {"ok": 0, "cancelled": 1, "failed": 2, "lost": 3}
+_OUTCOMES: tuple[Outcome, ...] = ("ok", "cancelled", "failed", "lost")
+"""From the best to the worst."""
+
+_RANK = {outcome: rank for rank, outcome in enumerate(_OUTCOMES)}
 
 
 def worst(one: Outcome, other: Outcome) -> Outcome:
@@ -166,10 +169,10 @@ class RequestUsage:
         wait_s: Seconds in the batcher's queue; of several slots, the longest wait.
         engine_s: Seconds from the submission of the first slot to the last end of one.
         cached_tokens: Tokens in that were in the engine's prefix cache.
+        outcome: The worst outcome.
         slots: The first `MAX_SLOTS` slots that have ended. They don't cross the relay, nor does all below.
         counted: Tokens that the engine has counted.
         cost: Cost of the records of a function.
-        outcome: The worst outcome.
         ran: The engine got a sequence, or a function a record.
         now: The clock of the slots, in seconds.
     """
@@ -179,10 +182,10 @@ class RequestUsage:
     wait_s: float = 0.0
     engine_s: float = 0.0
     cached_tokens: int = 0
+    outcome: Outcome = "ok"
     slots: list[Usage] = field(default_factory=list)
     counted: Tokens = NONE
     cost: int = 0
-    outcome: Outcome = "ok"
     ran: bool = False
     now: Callable[[], float] = field(default=time.monotonic, repr=False, compare=False)
     _running: set[Usage] = field(default_factory=set, repr=False, compare=False)
@@ -246,12 +249,13 @@ class RequestUsage:
         """Return the totals that cross the relay as bytes."""
         tokens = (self.prompt_tokens, self.output_tokens, self.cached_tokens)
         prompt, output, cached = (min(each, _MOST) for each in tokens)
-        return _FIELDS.pack(prompt, output, self.wait_s, self.engine_s, cached)
+        return _FIELDS.pack(prompt, output, self.wait_s, self.engine_s, cached, _RANK[self.outcome])
 
     @classmethod
     def unpack(cls, data: bytes) -> "RequestUsage":
         """Read the totals that `pack` wrote."""
-        return cls(*_FIELDS.unpack(data))
+        prompt, output, wait_s, engine_s, cached, rank = _FIELDS.unpack(data)
+        return cls(prompt, output, wait_s, engine_s, cached, _OUTCOMES[rank])
 
     def _begin(self, usage: Usage) -> None:
         self.wait_s = max(self.wait_s, usage.started_at - usage.submitted_at)

@@ -66,13 +66,11 @@ PROXY = (
         "Seconds that a client may be idle while it sends a request or reads an answer.",
     ),
     Variable(
-        "RAY_SERVE_HAPROXY_RETRY_ON",
-        "conn-failure empty-response",
-        "If an Ingress replica dies before it answers, HAProxy sends the request to another replica. It "
-        "buffers the body for that; a body above the buffer (RAY_SERVE_HAPROXY_TUNE_BUFSIZE, 16 KiB) is sent "
-        "once.",
+        "RAY_SERVE_HAPROXY_RETRIES",
+        "8",
+        "Further Ingress replicas that a request is sent to while none accepts the connection. A request "
+        "that an Ingress replica had when it died is not sent on: it may be the cause.",
     ),
-    Variable("RAY_SERVE_HAPROXY_RETRIES", "8"),
     Variable(
         "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT",
         "1",

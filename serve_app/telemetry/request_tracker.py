@@ -127,7 +127,8 @@ class TrackedRequest:
             case status if status >= 400:
                 return "refused"
         # An engine that fails during a stream can't change the status that was sent.
-        return "failed" if self.streams and self.usage is None else "ok"
+        failed = self.streams and (self.usage is None or self.usage.outcome == "failed")
+        return "failed" if failed else "ok"
 
     @property
     def trace_id(self) -> str:

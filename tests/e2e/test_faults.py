@@ -43,8 +43,10 @@ class Fault:
 
 FAULTS = {
     "death of the Serve controller": Fault(CONTROLLER),
-    # Its answers break off with it; a request whose answer had not begun, HAProxy sends to the other one.
-    "death of the Ingress replica": Fault(INGRESS, breaks=lambda kind, begun: begun, in_short=True),
+    # All its requests are lost with it: HAProxy sends none of them on, since one may be the cause.
+    "death of the Ingress replica": Fault(
+        INGRESS, breaks=lambda kind, begun: True, answered="status 503", in_short=True
+    ),
     "hang of the engine": Fault(CORE, signal.SIGSTOP),
     "death of the Engine replica": Fault(ENGINE),
     "death of EngineCore": Fault(CORE),

@@ -112,6 +112,7 @@ async def test_a_stream_whose_application_breaks_off_ends_with_an_error_event(
     first, last = [unpack(each) async for each in made(app).answer(new_job()) if each != KEEP_ALIVE]
     assert first.body == b"data: a\n\n"
     assert last.usage is not None
+    assert last.usage.outcome == "failed"
     assert json.loads(last.body.removeprefix(b"data: "))["error"]["type"] == "internal_error"
     assert b"inside" not in last.body
     assert kept(caplog) == [KeyError]

@@ -24,7 +24,7 @@ from serve_app.relay.frame import pack, pack_error
 from serve_app.relay.keepalive import KEEPALIVE_S
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.schema import parse
-from tests.batcher.virtual import virtual
+from tests.batcher.virtual import now, virtual
 from tests.serve_app.answers import END, complete
 from tests.serve_app.ingress.engine_doubles import (
     CHAT,
@@ -556,6 +556,48 @@ async def test_requests_survive_two_engines_and_nobody_is_refused_afterwards(
         for expected in (status, 200):
             answers = await asyncio.gather(*(client.post(CHAT, json={"user": name}) for name in "abc"))
             assert [found.status_code for found in answers] == [expected] * 3
+
+
+class Asleep(Engine):
+    """An Engine without a replica: nothing takes its requests."""
+
+    def __init__(self) -> None:
+        super().__init__(self._wait)
+
+    def remote(self, request: RelayRequest) -> Any:
+        answer: Any = super().remote(request)
+        # So Ray Serve says that no replica has accepted the request.
+        answer._replica_result = None
+        return answer
+
+    async def _wait(self, request: RelayRequest) -> AsyncGenerator[bytes, None]:
+        yield await self._until_stopped()
+
+    async def _until_stopped(self) -> bytes:
+        await self.answers[-1].stopped.wait()
+        raise asyncio.CancelledError
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers"),
+    [
+        (CHAT, {}, {"x-queue-timeout-seconds": "2"}),
+        (CHAT, {"stream": True}, {"x-queue-timeout-seconds": "2"}),
+        ("/v1/embeddings", {"input": "a"}, {"x-queue-timeout-seconds": "2"}),
+        ("/generate", {"prompts": ["a"], "queue_timeout_s": 2}, {}),
+        ("/generate", {"prompts": ["a"], "queue_timeout_s": 2}, {"x-keep-alive": "1"}),
+    ],
+    ids=["header", "stream", "embeddings", "field", "kept alive"],
+)
+@virtual
+async def test_the_queue_s_deadline_holds_while_a_model_has_no_replica(
+    path: str, body: dict[str, Any], headers: dict[str, str]
+) -> None:
+    async with Client(Asleep()) as client:
+        response = await client.post(path, json=body, headers=headers)
+    check_error(response, 408, "timeout_error")
+    assert response.headers["x-should-retry"] == "false"
+    assert now() == pytest.approx(2.0, abs=0.5)
 
 
 async def test_serve_s_own_limit_is_a_429() -> None:

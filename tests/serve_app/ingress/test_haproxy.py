@@ -9,11 +9,12 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import httpx
 import pytest
@@ -39,8 +40,15 @@ class Replica(BaseHTTPRequestHandler):
     """A replica that answers, dies or hangs, as the path says."""
 
     protocol_version = "HTTP/1.1"
+    seen: ClassVar[Counter[str]] = Counter()
+    """The requests that came, by path."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.do_GET()
 
     def do_GET(self) -> None:
+        self.seen[self.path] += 1
         if self.path == "/die":
             self.connection.shutdown(socket.SHUT_RDWR)
             self.close_connection = True
@@ -51,6 +59,8 @@ class Replica(BaseHTTPRequestHandler):
             return
         self.send_response(502 if self.path == "/own-502" else 200)
         self.send_header("content-length", "2")
+        # Where HAProxy has used a connection before, it closes the client's if the replica dies.
+        self.send_header("connection", "close")
         self.end_headers()
         self.wfile.write(b"ok")
 
@@ -72,12 +82,14 @@ class Proxy(NamedTuple):
     Attributes:
         port, statistics, metrics: Its ports.
         sockets: Folder of its sockets.
+        counted: Gets a line of each request that Ray Serve counts.
     """
 
     port: int
     statistics: int
     metrics: int
     sockets: Path
+    counted: socket.socket
 
     @property
     def url(self) -> str:
@@ -87,13 +99,17 @@ class Proxy(NamedTuple):
 @contextmanager
 def running(backend: int, route: str = "/", **variables: str) -> Iterator[Proxy]:
     # A socket's path is short.
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        proxy = Proxy(free_port(), free_port(), free_port(), Path(folder) / "own")
+    with (
+        tempfile.TemporaryDirectory(dir="/tmp") as folder,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as counted,
+    ):
+        counted.bind(f"{folder}/m.sock")
+        proxy = Proxy(free_port(), free_port(), free_port(), Path(folder) / "own", counted)
         environment = {
             "RAY_SERVE_HAPROXY_STATS_PORT": str(proxy.statistics),
             "RAY_SERVE_HAPROXY_METRICS_PORT": str(proxy.metrics),
             "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{proxy.sockets}/a.sock",
-            "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{proxy.sockets}/m.sock",
+            "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{folder}/m.sock",
             "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{folder}/haproxy.cfg",
             "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": folder,
             "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{folder}/state",
@@ -249,6 +265,39 @@ def test_the_pages_are_errors_of_this_service(proxy: Proxy) -> None:
     # An answer of a replica is its own.
     own = httpx.get(f"{proxy.url}/own-502")
     assert (own.status_code, own.text) == (502, "ok")
+
+
+@pytest.mark.parametrize("size", [10, 100_000])
+def test_a_request_that_a_replica_dies_of_is_sent_once(proxy: Proxy, size: int) -> None:
+    Replica.seen.clear()
+    answer = httpx.post(f"{proxy.url}/die", content=b"x" * size, timeout=STALL_S)
+    error(answer, 503, "service_unavailable")
+    assert Replica.seen["/die"] == 1
+
+
+def test_methods_that_no_route_has_are_refused_and_not_counted(other: Proxy) -> None:
+    # The kernel keeps ten lines; more are lost.
+    other.counted.setblocking(False)
+    with suppress(BlockingIOError):
+        while other.counted.recv(8192):
+            pass
+    other.counted.settimeout(STALL_S)
+    for method in ("INVENTED", "PUT", "TRACE"):
+        answer = httpx.request(method, f"{other.url}/llm")
+        error(answer, 405, "invalid_request_error")
+        assert answer.headers["allow"] == "GET, HEAD, POST, DELETE, OPTIONS"
+    assert httpx.get(f"{other.url}/llm/last").status_code == 200
+    counted = b""
+    while b"/llm/last" not in counted:
+        counted = other.counted.recv(8192)
+        assert not any(method in counted for method in (b"INVENTED", b"PUT", b"TRACE"))
+
+
+def test_http_2_is_not_spoken_beside_the_limits_of_connections(proxy: Proxy) -> None:
+    with ExitStack() as stack:
+        settings = bytes.fromhex("000000040000000000")
+        opened = connect(stack, proxy.port, "127.0.0.4", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + settings)
+        assert opened.recv(8192).startswith(b"HTTP/1.1 400 ")
 
 
 def test_a_body_that_does_not_arrive_is_a_408(other: Proxy) -> None:

@@ -318,6 +318,7 @@ async def test_a_refusal_after_the_head_has_left_is_the_last_event_of_the_stream
     pieces = await rest(messages)
     assert joined(pieces) == b"b" + error_event(FULL, REQUEST.path)
     assert pieces[-1].usage is not None
+    assert pieces[-1].usage.outcome == "failed"
 
 
 # An application that fails

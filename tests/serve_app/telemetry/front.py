@@ -54,11 +54,14 @@ class LateStatus(Response):
 async def stream(request: Request) -> Response:
     context_of(request.scope).assign("m", Scheduling(tenant="a"))
     broken = "broken" in request.query_params
+    usage = RequestUsage.unpack(USAGE.pack())
+    # An Engine says of a stream that it has ended with an error event.
+    usage.outcome = "failed" if "failed" in request.query_params else "ok"
 
     async def pieces() -> AsyncIterator[bytes]:
         yield b"data: 1\n\n"
         if not broken:
-            context_of(request.scope).usage = USAGE
+            context_of(request.scope).usage = usage
         yield b"data: [DONE]\n\n"
 
     return StreamingResponse(pieces(), media_type="text/event-stream")

@@ -48,8 +48,9 @@ async def test_a_client_may_leave_when_it_has_the_last_event(front: Front) -> No
     assert [request.outcome for request in front.ended] == ["ok"]
 
 
-async def test_a_stream_without_usage_has_failed(front: Front) -> None:
-    await front.ask("POST", "/stream?broken=1")
+@pytest.mark.parametrize("end", ["broken", "failed"])
+async def test_a_stream_without_usage_or_with_an_error_event_has_failed(front: Front, end: str) -> None:
+    await front.ask("POST", f"/stream?{end}=1")
     assert [request.outcome for request in front.ended] == ["failed"]
 
 
