@@ -442,6 +442,9 @@ class RelayResponse(Response):
         tries: Most engines to ask.
     """
 
+    _failure: Exception | None = None
+    """Why the call was given up here; None: it wasn't, or its client has left."""
+
     def __init__(
         self,
         ask: Callable[[RelayRequest], EngineCall],
@@ -473,10 +476,10 @@ class RelayResponse(Response):
         try:
             head, piece = await (self._begin_alive(send) if self._keep_alive else self._begin(self._request))
         except Exception as error:
-            if not isinstance(error, LateError):
-                # `_log` logs the stack of a fault.
+            # `_log` logs the stack of a fault.
+            if self._failure is None and not isinstance(error, LateError):
                 self._log("an engine failed before it answered", error)
-            response = error_response(unavailable(error), self._request.path)
+            response = error_response(unavailable(self._failure or error), self._request.path)
             if self._started:
                 context_of(scope).status = response.status_code
                 await send({"type": "http.response.body", "body": response.body, "more_body": False})
