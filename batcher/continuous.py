@@ -257,9 +257,8 @@ class ContinuousBatcher(Batcher[Slot]):
         background: The priority from which on records are background: the engine makes them give way, so
             all other records, the foreground, start as if none ran. See the README. None: none gives way.
         lanes: Owner of what records need beside cost, see `Lanes`; None: no record has needs.
-        max_starting: Slots that run and are not corrected yet, at most, of foreground and background each:
-            what is done before the exact cost is known goes in the order of the queue too. None: no limit;
-            slots need no correction.
+        max_starting: Slots of the background that run and are not corrected yet, at most: the work before
+            the exact cost is known goes in the order of the queue too. None: no limit.
         clock: Returns the time in seconds, which never goes back; deadlines are on it.
     """
 
@@ -567,7 +566,7 @@ class ContinuousBatcher(Batcher[Slot]):
     def _fits(self, slot: Slot, background: bool) -> Claim | None:
         """Return what a slot claims that may start now, as one of the background or of the foreground."""
         window = self._window
-        if self._pause is not None or window.part(background).starting >= self._max_starting:
+        if self._pause is not None or (background and window.background.starting >= self._max_starting):
             return None
         claim = self._claim(slot, background)
         return claim if window.fits(slot.records, claim, background, self._clock()) else None

@@ -361,14 +361,19 @@ class Engine:
         tokens = job.facts.tokens
         self._held += tokens
         call = job.call = self._accounts.open(origin_of(job.request), job.usage)
+        failure: BaseException | None = None
         try:
             yield call
+        except BaseException as raised:
+            # GeneratorExit or CancelledError: the client has left.
+            failure = raised
+            raise
         finally:
             self._held -= tokens
             if job.slot is not None and not job.placed:
                 # The slot of a prompt is given back at the prompt's end, which may come later.
-                job.slot.release(job.failure)
-            call.admitted = job.slot is not None and job.failure is None
+                job.slot.release(failure or job.failure)
+            call.admitted = job.admitted and job.failure is None
             call.close("lost" if self._engine.died else "ok")
             self._telemetry.answered(job.request, job.began, job.usage)
 

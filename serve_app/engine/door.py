@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from serve_app.engine.vllm.lora import Adapters
 
 STARTING = 8
-"""Jobs that are between the door and the engine at once: their templates, tokens and grammars are made then.
+"""Background jobs between the door and the engine at once: their templates, tokens and grammars are made.
 
-As many of live traffic as of batch work, so that neither waits for the other. The rest waits in the order of
-the batcher. More at once would share the same two threads in no order.
+The rest waits in the order of the batcher. Live jobs have no such bound: a job that fetches slow media holds
+no other live job up. As many jobs that run no model, such as those of `/tokenize`, run at once.
 """
 
 LONG_BYTES = 65_536
-"""A larger body takes long to tokenize."""
+"""A larger body of a job that runs no model takes long to tokenize."""
 
 LONG_AT_ONCE = 2
-"""Long bodies between the door and the engine at once: the shorter ones pass them by."""
+"""Long bodies among the jobs that run no model at once: shorter bodies pass them by."""
 
 GRAMMAR, LONG, ADAPTER = "grammar", "long", "adapter "
 """Needs of jobs beside cost; the last one is followed by the adapter's id."""
@@ -129,7 +129,8 @@ class Door:
             slot.enter_nowait()
         except BatcherError as error:
             raise refusal_of(error) from None
-        return slot.running and not job.grammars
+        job.admitted = slot.running and not job.grammars
+        return job.admitted
 
     async def wait(self, job: Job) -> None:
         """Return when a job that has entered may run.
@@ -150,6 +151,7 @@ class Door:
                 self._adapters.lora_request(adapter)
             if job.grammars:
                 await self.grammars.check(job.grammars)
+            job.admitted = True
         except BatcherError as error:
             raise refusal_of(error) from None
         except BaseException as error:
@@ -225,9 +227,8 @@ class Door:
         if not slot.running:
             raise refusal_of(Aborted("the slot was given back before its prompt was made"))
         slot.correct(prompt_tokens, max_tokens)
-        for need in (GRAMMAR, LONG):
-            if need in slot.needs:
-                slot.give(need)
+        if GRAMMAR in slot.needs:
+            slot.give(GRAMMAR)
 
     async def _enter_further(self, job: Job, slot: Slot) -> None:
         """Return once a further slot of a job has started; a few at a time wait for space in the queue."""
@@ -241,10 +242,12 @@ class Door:
     def _slot(self, job: Job) -> Slot:
         """Return the slot of a job, at the upper bound of its first prompt's cost."""
         facts = job.facts
-        needs: tuple[str, ...] = (LONG,) if facts.size > LONG_BYTES else ()
+        needs: tuple[str, ...] = ()
         if job.grammars and self.grammars.unknown(job.grammars):
             needs += (GRAMMAR,)
         if not facts.runs:
+            if facts.size > LONG_BYTES:
+                needs += (LONG,)
             return self._texts.slot(
                 0,
                 priority=job.scheduling.priority,

@@ -29,7 +29,8 @@ class Job:
         scheduling: Tier, tenant and the rest of the queue timeout, as of the arrival here.
         usage: Tokens and times.
         call: The entry of the ledger; None: the ledger has none.
-        slot: The slot of the batcher with which the door has admitted the job; None: it is not admitted.
+        slot: The slot of the batcher with which the job enters the door; None: it hasn't entered.
+        admitted: Whether the door has admitted the job: it may run, with all that it needs.
         placed: Whether a prompt has taken that slot.
         outside: Held by the prompts of the job that wait for space in the queue, `OUTSIDE` at most.
         grammars: Grammars that the body states.
@@ -46,6 +47,7 @@ class Job:
     usage: RequestUsage = field(default_factory=RequestUsage)
     call: Call | None = None
     slot: Slot | None = None
+    admitted: bool = False
     placed: bool = False
     outside: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(OUTSIDE))
     grammars: tuple[Grammar, ...] = ()

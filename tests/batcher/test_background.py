@@ -101,13 +101,13 @@ async def test_a_record_larger_than_the_capacity_runs_alone_among_those_that_giv
 
 
 @virtual
-async def test_the_foreground_is_made_ready_beside_a_background_that_is() -> None:
-    """Slots that are not corrected yet are bounded for each by itself."""
+async def test_slots_that_are_not_corrected_yet_hold_up_the_background_alone() -> None:
     async with batcher_of(max_starting=2) as batcher:
         slots = [batcher.slot_nowait(1, priority=priority) for priority in (1, 1, 1, 0, 0, 0)]
-        assert [slot.running for slot in slots] == [True, True, False, True, True, False]
-        slots[0].correct(1, 0)
+        assert [slot.running for slot in slots] == [True, True, False, True, True, True]
         slots[3].correct(1, 0)
+        assert not slots[2].running
+        slots[0].correct(1, 0)
         assert all(slot.running for slot in slots)
         for slot in slots:
             slot.release()

@@ -369,6 +369,43 @@ async def test_a_refusal_by_a_quota_comes_with_its_limit_and_is_told_apart() -> 
         await served.parts._accounts.stop()
 
 
+@pytest.mark.parametrize("why", ["full queue", "deadline", "adapter", "grammar"])
+@virtual
+async def test_a_refused_request_counts_for_no_limit(why: str) -> None:
+    """By HTTP, by a list and by the handle alike; a request that is answered counts."""
+    tenants = {"acme": Quota(requests_per_minute=10)}
+    handle = QuotasHandle(QuotasSettings(tenants=tenants, folder="/nowhere"))
+    app = Working()
+    async with serving(app, max_running=1, max_queue_size=1) as served:
+        app.site = served.site
+        served.limit(handle)
+        request = replace(ACME, facts=FACTS, body=b'{"prompts": ["a"]}')
+        match why:
+            case "deadline":
+                request = replace(request, scheduling=Scheduling(tenant="acme", queue_timeout_s=1.0))
+            case "adapter":
+                request = replace(request, adapter="demo:none")
+            case "grammar":
+                request = replace(request, body=grammar_body(-1), facts=replace(FACTS, grammar=True))
+        call = PROMPT | {"tenant": "acme", "queue_timeout_s": request.scheduling.queue_timeout_s}
+        count = {"full queue": 2, "deadline": 1}.get(why, 0)
+        held = [asyncio.ensure_future(served.site.run(new_job(), 10.0)) for _ in range(count)]
+        await blocked()
+        for path in (REQUEST.path, "/generate") if why != "grammar" else (REQUEST.path,):
+            (piece,) = await served.pieces(replace(request, path=path))
+            assert piece.head is not None
+            assert piece.head.status in (400, 404, 408, 429)
+        if held:
+            with pytest.raises(RequestError):
+                await served.engine.generate(call)
+        await asyncio.gather(*held)
+        await served.pieces(ACME)
+        await served.parts._accounts.stop()
+        (state,) = handle.service.states()["tenant acme"]
+        assert state.remaining == 9
+        served.site.check_free()
+
+
 # The slot of a job, to its end.
 
 
@@ -410,6 +447,8 @@ async def test_a_client_that_leaves_before_its_prompt_is_made_gives_its_slot_bac
             await held
         served.site.check_free()
         assert served.rows() == []
+        stats = served.site.batcher.stats
+        assert (stats.total_cancelled, stats.total_completed) == (1, 1 if where == "the queue" else 0)
 
 
 @virtual

@@ -124,9 +124,10 @@ def test_the_batcher_keeps_to_the_limits() -> None:
 
 
 @virtual
-async def test_few_jobs_of_a_batcher_are_not_corrected_yet() -> None:
-    async with batcher_of(settings().batcher, BatcherLimits(1_000, None, 64, {}), lanes()) as batcher:
-        slots = [batcher.slot_nowait(1) for _ in range(STARTING + 2)]
+async def test_few_background_jobs_of_a_batcher_are_not_corrected_yet() -> None:
+    limits = BatcherLimits(1_000, None, 64, {}, background=1)
+    async with batcher_of(settings().batcher, limits, lanes()) as batcher:
+        slots = [batcher.slot_nowait(1, priority=1) for _ in range(STARTING + 2)]
         assert batcher.stats.running == STARTING
         slots[0].correct(1, 0)
         assert batcher.stats.running == STARTING + 1
