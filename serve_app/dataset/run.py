@@ -438,7 +438,6 @@ class Drive:
                 backoff=self._backoff,
                 retries=self._retries,
                 patient=False,
-                row_timeout_s=None,
                 gather_s=self._gather_s,
                 changed=self._changed.set,
             ) as runner:

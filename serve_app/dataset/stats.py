@@ -30,12 +30,6 @@ class RowService(Protocol):
     ) -> RowAnswer:
         """Send a call and return its answer; see `Client`."""
 
-    async def refresh(self) -> None:
-        """Read which adapters are served now."""
-
-    def base_of(self, model: str) -> str | None:
-        """Return the model whose engines run a model or an adapter; None: it isn't served now."""
-
     async def replicas(self) -> list[ReplicaStats] | None:
         """Return the statistics of the model's replicas; None if unavailable."""
 
@@ -209,14 +203,6 @@ class Measured:
             self._stats.calls += 1
             self._stats.latencies.add(time.monotonic() - started)
         return answer
-
-    async def refresh(self) -> None:
-        """Read which adapters are served now."""
-        await self._service.refresh()
-
-    def base_of(self, model: str) -> str | None:
-        """Return the model whose engines run a model or an adapter."""
-        return self._service.base_of(model)
 
     async def load(self, base: str | None) -> EngineLoad | None:
         """Return the load of the engines, and note their utilization; None: unknown."""

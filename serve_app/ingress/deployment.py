@@ -32,7 +32,7 @@ from serve_app.ingress.context import RequestMiddleware, context_of
 from serve_app.ingress.models import ServedModels
 from serve_app.ingress.pages import page_routes
 from serve_app.ingress.relay import Relay, RelayResponse
-from serve_app.ingress.status import BATCHES, QUOTAS, Health, Status, deployment_stats
+from serve_app.ingress.status import BATCHES, QUOTAS, Health, Status, Waker, deployment_stats
 from serve_app.ledger.callers import LostCalls
 from serve_app.quotas.client import Handle
 from serve_app.relay.request import RelayRequest
@@ -106,7 +106,7 @@ class Ingress:
         if quotas is not None:
             others["quotas"] = partial(deployment_stats, QUOTAS, quotas, self._running(QUOTAS))
         self._status = Status(self._health, self._engines, others)
-        self._models = ServedModels(settings.models, self._status.replicas)
+        self._models = ServedModels(settings.models, self._status.replicas, Waker(self._engines).wake)
         self._admin = Admin(settings, self._access, self._engines, self._health.running, self._models)
         use_batch_scheduling(RELAY_NICE)
         collect_rarely()

@@ -21,6 +21,9 @@ MAX_AGE_S = 1.0
 """Seconds for which the adapters of the replicas are used again: unknown names, which anyone can send, ask
 them no more often."""
 
+UNKNOWN_S = 5.0
+"""Seconds after which a caller tries a name again that may be an adapter of a model which is starting."""
+
 
 class ServedAdapter(NamedTuple):
     """An adapter that is served.
@@ -40,6 +43,7 @@ class ServedModels(Collection[str]):
     Args:
         models: The models, in the order of the config.
         replicas: Returns the statistics of a model's replicas, by the model's id; none: they can't be had.
+        wake: Has a replica of a model started, by the model's id.
         clock: Seconds.
     """
 
@@ -47,13 +51,17 @@ class ServedModels(Collection[str]):
         self,
         models: Sequence[ModelSettings],
         replicas: Callable[[str], Awaitable[Sequence[ReplicaStats]]],
+        wake: Callable[[str], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._models = {model.id: model for model in models}
         self._replicas = replicas
+        self._wake = wake
         self._clock = clock
         self._created = int(time.time())
         self._adapters: dict[str, ServedAdapter] = {}
+        # Models of which no replica has answered: they may have adapters that the config doesn't name.
+        self._unheard = {model.id: None for model in models if model.has_adapters}
         self._adapters_read_at = float("-inf")
         self._adapters_lock = asyncio.Lock()
         self._contexts: dict[str, int] = {}
@@ -128,9 +136,15 @@ class ServedModels(Collection[str]):
 
         Raises:
             RequestError: 404, there is none, or the caller may not use it. The message doesn't say which.
+                503, it may be an adapter of a model in `unheard`.
         """
-        if name in self and (allowed is None or name in allowed):
-            return self._models[self.base_of(name)]
+        if allowed is None or name in allowed:
+            if name in self:
+                return self._models[self.base_of(name)]
+            if self._unheard:
+                bases = ", ".join(self.unheard)
+                message = f"The adapters of {bases} are not known yet: no replica has answered. Try again."
+                raise RequestError(503, "service_unavailable", message, retry_after_s=UNKNOWN_S)
         there = self.visible(allowed)[:MOST_COMPARED]
         elsewhere = "GET /v1/models lists those that do"
         if allowed is None:
@@ -141,10 +155,21 @@ class ServedModels(Collection[str]):
             message = f"The model {name!r} does not exist, or this API key has no access to it{known}"
         raise RequestError(404, "not_found_error", message, param="model")
 
+    @property
+    def unheard(self) -> list[str]:
+        """Ids of the models whose adapters are not known yet: no replica has answered so far."""
+        return list(self._unheard)
+
     async def learn(self, name: str | None) -> None:
-        """Ask the replicas for their adapters if a name is not known."""
+        """Ask the replicas for their adapters if a name is not known, and wake the models in `unheard`."""
         if name is not None and name not in self:
             await self.refresh()
+            self.wake()
+
+    def wake(self) -> None:
+        """Have a replica started of each model in `unheard`: some may be scaled to zero."""
+        for base in self.unheard:
+            self._wake(base)
 
     async def refresh(self, max_age_s: float = MAX_AGE_S) -> None:
         """Ask the replicas for their adapters, unless that is no longer ago than `max_age_s`.
@@ -162,6 +187,7 @@ class ServedModels(Collection[str]):
                 if replicas:
                     adapters = [one for replica in replicas for one in replica.adapters or () if one]
                     self._set_adapters(base, {adapter.id: adapter.root for adapter in adapters})
+                    self._unheard.pop(base, None)
             self._adapters_read_at = self._clock()
 
     def _set_adapters(self, base: str, roots: Mapping[str, str]) -> None:

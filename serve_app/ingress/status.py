@@ -245,6 +245,30 @@ async def replica_stats(
     return [ReplicaStats.model_validate(entry) for entry in found]
 
 
+class Waker:
+    """Has replicas of models that are scaled to zero started: a call waits for one.
+
+    Args:
+        engines: The handle of each model's Engine, by model id.
+    """
+
+    def __init__(self, engines: Mapping[str, DeploymentHandle[Any]]) -> None:
+        self._engines = engines
+        self._calls: dict[str, asyncio.Task[None]] = {}
+
+    def wake(self, model: str) -> None:
+        """Call a model, unless a call waits already."""
+        if model not in self._calls or self._calls[model].done():
+            self._calls[model] = asyncio.create_task(self._call(model))
+
+    async def _call(self, model: str) -> None:
+        try:
+            await self._engines[model].options(method_name="stats", _by_reference=False).remote()
+        except Exception as error:
+            # Whoever needs the model tries again.
+            logger.warning("%s was not woken: %r", model, error)
+
+
 async def deployment_stats(
     name: str, handle: Any, running: Callable[[], Awaitable[int]], method: str = "stats"
 ) -> JSON:

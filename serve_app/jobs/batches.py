@@ -14,12 +14,12 @@ from serve_app.api.scheduling import TIER_PRIORITY, Scheduling
 from serve_app.jobs.content import Contents
 from serve_app.jobs.errors import ContentLostError, DatabaseError, NotFoundError, RunError, StateError
 from serve_app.jobs.forecast import LATEST_S, DayProfile, Outlook, Queue, RowDemand, Verdict, in_order
-from serve_app.jobs.intake import batch_error, sketch, validate
+from serve_app.jobs.intake import UNKNOWN_MODEL, batch_error, sketch, validate
 from serve_app.jobs.key_rules import KeyRules
 from serve_app.jobs.models import MAX_WINDOW_S, Batch, State
 from serve_app.jobs.pacing import Clock, Meter
 from serve_app.jobs.plan import TOGETHER, Unsent, plan_id, unsent
-from serve_app.jobs.rows import Result, Row, RowAnswer, RowClient, answered, together, work_of
+from serve_app.jobs.rows import BatchClient, Result, Row, RowAnswer, answered, together, work_of
 from serve_app.jobs.runner import Runner, finished
 from serve_app.jobs.scheduler import BatchRun
 from serve_app.jobs.storage import close, give_up, record, remove_expired
@@ -103,8 +103,8 @@ class OpenBatch(BatchRun):
 
     @property
     def takes_rows(self) -> bool:
-        """True while rows may be sent."""
-        return self.batch.state == "in_progress" and not self.stopping.is_set()
+        """True while rows may be sent, and their results recorded."""
+        return self.batch.state == "in_progress" and not self.stopping.is_set() and not self.unwritten
 
     def body(self, row: Row) -> JSON:
         """Return the body to send, in the tier of batches."""
@@ -161,7 +161,7 @@ class BatchRunner:
         self,
         store: Store,
         content: Contents,
-        client: RowClient,
+        client: BatchClient,
         rules: KeyRules,
         *,
         tick_s: float = 1.0,
@@ -407,12 +407,20 @@ class BatchRunner:
     async def _validate(self, one: OpenBatch) -> None:
         batch = one.batch
         path = self._content.path(batch.input_file)
-        await self._client.refresh()
+        starting = await self._client.refresh()
         rights = batch.rights or self._rules.rights(batch.api_key)
         models = self._rules.models(rights)
         limits = self._rules.common.model_copy(update={"max_lines": rights["max_lines"]})
         found = await asyncio.to_thread(validate, path, batch.endpoint, models, limits)
-        if found.plan is None:
+        unknown = any(error["code"] == UNKNOWN_MODEL for error in found.errors)
+        if unknown and starting and not one.stopping.is_set():
+            # A restart loses no batch of an adapter that was loaded while the service ran.
+            logger.info("%s waits for the adapters of %s, which has not answered", batch.id, starting)
+            await self._client.refresh(wake=True)
+            one.resting = True
+            self._changed.set()
+            await asyncio.sleep(self._tick_s)
+        elif found.plan is None:
             # An earlier validation, with other limits or models, may have left a plan.
             await asyncio.to_thread(self._content.remove, plan_id(batch.id))
             await asyncio.to_thread(self._store.end, batch.id, "failed", self._now(), found.errors)

@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
+import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -31,7 +32,7 @@ from serve_app.ingress.relay import (
     ran_there,
     unavailable,
 )
-from serve_app.ingress.status import Health, replica_stats
+from serve_app.ingress.status import Health, Waker, replica_stats
 from serve_app.jobs.pacing import EngineLoad, engine_load
 from serve_app.jobs.rows import QuotaError, RowAnswer
 from serve_app.ledger.callers import LostCalls
@@ -56,6 +57,7 @@ class EngineClient:
         health: The state of the models' deployments.
         keys: The API keys, whose quotas hold for the rows of their batches; None: the service has no keys.
         lost: Gets the calls that are lost with their engines; None: they are not recorded.
+        clock: Monotonic clock, in seconds.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class EngineClient:
         health: Health,
         keys: KeyStore | None = None,
         lost: LostCalls | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limits = settings.ingress
         self._keys = keys
@@ -73,8 +76,8 @@ class EngineClient:
         self._health = health
         self._asked: Counter[str] = Counter()
         self._used: set[str] = set()
-        self._suspects = asyncio.Lock()
-        self._models = ServedModels(settings.models, self._replicas)
+        self._suspects = {model: asyncio.Lock() for model in self._engines}
+        self._models = ServedModels(settings.models, self._replicas, Waker(self._engines).wake, clock)
         self._relays = {
             model: Relay(handle, partial(health.running, model)) for model, handle in self._engines.items()
         }
@@ -84,9 +87,12 @@ class EngineClient:
         """The ids of the models and adapters that are served, as they are now."""
         return self._models
 
-    async def refresh(self) -> None:
-        """Read which adapters are served now."""
+    async def refresh(self, wake: bool = False) -> Collection[str]:
+        """Read which adapters are served now; see `BatchClient`."""
         await self._models.refresh()
+        if wake:
+            self._models.wake()
+        return self._models.unheard
 
     async def send(
         self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
@@ -94,8 +100,8 @@ class EngineClient:
         """Send a row and return its answer.
 
         A row that loses its Engine is sent to another Engine. After two lost Engines the row is a suspect: it
-        may be the cause, or may only have run beside the cause. Suspects run one at a time; a suspect that
-        loses a third Engine fails.
+        may be the cause, or may only have run beside the cause. Suspects of a model run one at a time; a
+        suspect that loses a third Engine fails.
 
         Raises:
             QuotaError: The tenant or key of the row has no quota left now.
@@ -123,7 +129,7 @@ class EngineClient:
             try:
                 if lost < MAX_LOST - 1:
                     return await self._ask(model, request)
-                async with self._suspects:
+                async with self._suspects[model]:
                     return await self._ask(model, request)
             except RequestError:
                 raise
@@ -227,10 +233,11 @@ def answer_of(head: Head, text: bytes) -> RowAnswer:
     retry_after_s = None
     with suppress(ValueError):
         retry_after_s = float(headers.get(b"retry-after", b""))
-    try:
+    status, body = head.status, None
+    with suppress(ValueError):
         body = from_json(text)
-    except ValueError:
-        # vLLM answers some failures with plain text.
-        error = RequestError(head.status, "internal_error", text.decode(errors="replace")[:1000])
-        body = error.body()
-    return RowAnswer(head.status, body, retry_after_s, headers.get(b"x-should-retry") == b"false")
+    if not isinstance(body, dict):
+        # vLLM answers some failures with plain text. An answer in another form is no answer to a row.
+        status = 502 if status == 200 else status
+        body = RequestError(status, "internal_error", text.decode(errors="replace")[:1000]).body()
+    return RowAnswer(status, body, retry_after_s, headers.get(b"x-should-retry") == b"false")

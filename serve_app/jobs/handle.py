@@ -97,13 +97,6 @@ class HandleClient:
                     raise
                 await back_off(losses.count)
 
-    async def refresh(self) -> None:
-        """Do nothing: the Engine looks up its adapters itself."""
-
-    def base_of(self, model: str) -> str | None:
-        """Return the model: all rows go to one Engine."""
-        return model
-
     async def replicas(self) -> list[ReplicaStats] | None:
         """Return the statistics of the Engine's replicas; None if unavailable."""
         from serve_app.ingress.status import replica_stats

@@ -91,13 +91,6 @@ class HTTPClient:
             return _failed(503, f"{self.url}: {str(error) or type(error).__name__}")
         return answer_of(response)
 
-    async def refresh(self) -> None:
-        """Do nothing: the service looks up its adapters itself."""
-
-    def base_of(self, model: str) -> str | None:
-        """Return the model: the service chooses the engines."""
-        return model
-
     async def replicas(self) -> list[ReplicaStats] | None:
         """Return the statistics of the model's replicas; None if unavailable."""
         with suppress(httpx.HTTPError, ValueError):

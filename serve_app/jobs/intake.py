@@ -271,6 +271,9 @@ ENDPOINTS = (
 MODEL_OPTIONAL = "/generate"
 """The endpoint whose bodies may omit the model if only one model is served."""
 
+UNKNOWN_MODEL = "model_not_found"
+"""Code of the error of a row whose model is not served."""
+
 MAX_ERRORS = 100
 """Most errors of a validation."""
 
@@ -457,7 +460,7 @@ class _Check:
         known = ", ".join(served[:LISTED_MODELS]) + (", ..." if len(served) > LISTED_MODELS else "")
         shown = model if len(model) <= MAX_ID else f"{model[:MAX_ID]}..."
         message = f"The model {shown!r} is not served here; served are: {known or 'none'}"
-        self._add(line, "model_not_found", message, "body.model")
+        self._add(line, UNKNOWN_MODEL, message, "body.model")
 
     def _required(
         self,

@@ -86,14 +86,6 @@ class Lists:
             return answer
         return await alone() if answer.is_of_rows(*FIELDS) else answer
 
-    async def refresh(self) -> None:
-        """Read which adapters are served now."""
-        await self._client.refresh()
-
-    def base_of(self, model: str) -> str | None:
-        """Return the model whose engines run a model or an adapter."""
-        return self._client.base_of(model)
-
     async def load(self, base: str | None) -> EngineLoad | None:
         """Return the load of the engines."""
         return await self._client.load(base)

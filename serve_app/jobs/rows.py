@@ -137,6 +137,11 @@ class RowAnswer(NamedTuple):
         """The message of the error."""
         return str(self.error.get("message") or f"status {self.status}")
 
+    @property
+    def names_no_model(self) -> bool:
+        """True if the row names a model or an adapter that isn't served."""
+        return self.status == 404 and self.error.get("param") == "model"
+
     def is_of_rows(self, *fields: str) -> bool:
         """Return whether a refusal is about the rows of a call, and not about what the rows share.
 
@@ -170,12 +175,6 @@ class RowClient(Protocol):
             Exception: The engine couldn't be reached.
         """
 
-    async def refresh(self) -> None:
-        """Read which adapters are served now."""
-
-    def base_of(self, model: str) -> str | None:
-        """Return the model whose engines run a model or an adapter; None: it isn't served now."""
-
     async def load(self, base: str | None) -> EngineLoad | None:
         """Return the load of the engines of a model.
 
@@ -185,6 +184,23 @@ class RowClient(Protocol):
         Returns:
             The load; None: unknown.
         """
+
+
+class BatchClient(RowClient, Protocol):
+    """A client that knows the models and adapters of a service."""
+
+    async def refresh(self, wake: bool = False) -> Collection[str]:
+        """Read which adapters are served now.
+
+        Args:
+            wake: Have a replica started of each model whose adapters are not known yet.
+
+        Returns:
+            The models whose adapters are not known yet: no replica has answered since this process started.
+        """
+
+    def base_of(self, model: str) -> str | None:
+        """Return the model whose engines run a model or an adapter; None: it isn't served now."""
 
 
 EXPIRED = ("batch_expired", "This request could not be executed before the completion window ended.")

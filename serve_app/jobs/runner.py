@@ -63,16 +63,14 @@ class Runner:
         retries: Counted failures of a row before its last try; see `Sender`.
         patient: Whether an outage is waited out; see `Sender`.
         max_bytes: Most bytes of a model's input lines in flight, except for one line of each tenant.
-        row_timeout_s: Seconds after which a try has failed; None: never.
         gather_s: Seconds for which results are gathered, to be recorded together.
-        again_s: Seconds after which a failed recording of results is tried again.
+        again_s: Seconds after which results that couldn't be recorded are recorded again.
         changed: Called when new work may begin.
         paced: Called after each look at the load of the engines.
 
     Attributes:
         rate: Rows that got their results here.
         failed: Rows whose results are errors.
-        unwritten: Whether results can't be recorded now.
     """
 
     def __init__(
@@ -84,7 +82,6 @@ class Runner:
         retries: int = 8,
         patient: bool = True,
         max_bytes: int = 64 << 20,
-        row_timeout_s: float | None = 1800.0,
         gather_s: float = 0.0,
         again_s: float = 1.0,
         changed: Callable[[], None],
@@ -92,21 +89,19 @@ class Runner:
     ) -> None:
         self.rate = Rate()
         self.failed = 0
-        self.unwritten = False
         self._client = client
         self._concurrency = concurrency
         self._backoff = backoff or Backoff()
         self._retries = retries
         self._patient = patient
         self._max_bytes = max_bytes
-        self._row_timeout_s = row_timeout_s
         self._gather_s = gather_s
         self._again_s = again_s
         self._changed = changed
         self._paced = paced
         self._models: dict[str | None, ModelRows] = {}
         self._results: list[Done] = []
-        self._failed_writes: list[Done] = []
+        self._unwritten: dict[BatchRun, list[Done]] = {}
         self._to_write = asyncio.Event()
         self._group = asyncio.TaskGroup()
         self._writing: asyncio.Task[None] | None = None
@@ -183,9 +178,7 @@ class Runner:
         if model is None:
             concurrency = self._concurrency()
             places = Places(concurrency, self._max_bytes, self._changed)
-            sender = Sender(
-                self._client, concurrency, self._backoff, self._retries, self._row_timeout_s, self._patient
-            )
+            sender = Sender(self._client, concurrency, self._backoff, self._retries, self._patient)
             model = self._models[base] = ModelRows(concurrency, places, sender)
         return model
 
@@ -214,30 +207,43 @@ class Runner:
             for done in taken:
                 groups.setdefault(done[0], []).append(done)
             for run, group in groups.items():
-                await self._record(run, group)
-            # Nothing is lost: rows whose results aren't written stay in flight, so that few rows are sent
-            # meanwhile.
-            self.unwritten = bool(self._failed_writes)
-            self._results += self._failed_writes
-            self._failed_writes.clear()
+                if run in self._unwritten:
+                    self._set_aside(run, group)
+                else:
+                    await self._record(run, group)
             self._changed()
-            if self.unwritten:
-                await asyncio.sleep(self._again_s)
-                self._to_write.set()
+
+    def _set_aside(self, run: BatchRun, group: list[Done]) -> None:
+        """Keep results that can't be recorded now. Their rows stay in flight, and have no places."""
+        if run not in self._unwritten:
+            run.unwritten = True
+            self._unwritten[run] = []
+            asyncio.get_running_loop().call_later(self._again_s, self._take_back, run)
+        self._unwritten[run] += group
+        for _ in group:
+            self._model(run.base).places.vacate(run)
+
+    def _take_back(self, run: BatchRun) -> None:
+        """Have the results that were set aside recorded again."""
+        group = self._unwritten.pop(run)
+        for _ in group:
+            self._model(run.base).places.occupy(run)
+        self._results += group
+        self._to_write.set()
 
     async def _record(self, run: BatchRun, group: list[Done]) -> None:
-        """Try once to record results of a run: a file that can't be written blocks no other run."""
+        """Try once to record results of a run: a file that can't be written holds up no other run."""
         results = [result for _, _, result in group]
         try:
             await finished(run.record, results)
         except RunError as error:
             run.fail(error)
         except (OSError, DatabaseError) as error:
-            self.unwritten = True
             logger.error("%s: results can't be written, next try in %g s: %s", run, self._again_s, error)
-            self._failed_writes += group
+            self._set_aside(run, group)
             return
         else:
+            run.unwritten = False
             run.recorded(results)
         model = self._model(run.base)
         for _, row, result in group:
@@ -257,13 +263,12 @@ class Runner:
                 logger.debug("the load of the engines is not known: %r", error, exc_info=True)
                 load = None
             limit = model.concurrency.limit
-            if not self.unwritten:
-                # Rows count until their results are recorded: a slow disk records more of them at once.
-                model.concurrency.observe(load, model.places.used)
-                self._changed()
+            # Rows count until their results are recorded: a slow disk records more of them at once.
+            model.concurrency.observe(load, model.places.used)
+            self._changed()
             # While the limit grows, the engines have room.
             busy = model.concurrency.limit <= limit or (load is not None and load.waiting > 0)
-            self._paced(base, busy and model.full and not self.unwritten)
+            self._paced(base, busy and model.full)
 
 
 async def finished(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

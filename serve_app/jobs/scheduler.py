@@ -27,6 +27,7 @@ class BatchRun:
         in_flight: Rows that were taken and have no recorded result.
         due: Events of rows in flight whose next try is due; each is set once the row has a place.
         stopping: Set when no row may be sent any more.
+        unwritten: Whether its results can't be recorded now; meanwhile none of its rows is taken.
         tries: The tries of its rows that are in progress.
     """
 
@@ -39,6 +40,7 @@ class BatchRun:
         self.in_flight = 0
         self.due: deque[asyncio.Event] = deque()
         self.stopping = asyncio.Event()
+        self.unwritten = False
         self.tries: set[asyncio.Future[RowAnswer]] = set()
 
     @property
@@ -150,8 +152,8 @@ class Places:
     """Gives rows their places at the engines of one model.
 
     A row is in flight from the time at which it is taken until its result is recorded. It has a place during
-    this time, except while it waits for its next try, so that a model that is down, or a quota that is used
-    up, holds up no other tenant.
+    this time, except while it waits for its next try or its result for a file that can be written. So a model
+    that is down, a quota that is used up or a file that can't be written holds up no other tenant.
 
     The tenant with the fewest rows at the engines relative to its weight is next.
 
@@ -220,7 +222,7 @@ class Places:
     @asynccontextmanager
     async def away(self, one: BatchRun) -> AsyncGenerator[None, None]:
         """Return the context in which a row waits for its next try; after it, the row has a place."""
-        self._shares.end(one.tenant)
+        self.vacate(one)
         self._changed()
         yield
         placed = asyncio.Event()
@@ -235,6 +237,14 @@ class Places:
         one.stopping.set()
         while one.due:
             self._give_place(one)
+
+    def vacate(self, one: BatchRun) -> None:
+        """Free the place of a row that stays in flight."""
+        self._shares.end(one.tenant)
+
+    def occupy(self, one: BatchRun) -> None:
+        """Count a place for a row that is in flight, whether one is free or not."""
+        self._shares.start(one.tenant, one.weight)
 
     def leave(self, one: BatchRun, row: Row) -> None:
         """Count a row that is no longer in flight."""
@@ -260,5 +270,5 @@ class Places:
         self._bytes += len(row.text)
 
     def _give_place(self, one: BatchRun) -> None:
-        self._shares.start(one.tenant, one.weight)
+        self.occupy(one)
         one.due.popleft().set()

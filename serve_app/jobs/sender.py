@@ -23,6 +23,9 @@ RECENT = 6
 """Last failures of a row: if other rows were answered between them, the row is the cause and not an
 outage."""
 
+MOST_FAULTS = 3
+"""Answers with the same fault of the service (500) after which the fault is the result of a row."""
+
 Away = Callable[[], AbstractAsyncContextManager[None]]
 """Returns the context in which a row waits for its next try."""
 
@@ -32,15 +35,17 @@ class Sender:
 
     A refusal for lack of room (429) doesn't count: live traffic may fill the engines for hours. Another
     failure counts if the engine answered 500, or if other rows of the model were answered meanwhile, so that
-    an outage doesn't cost rows. A refusal by a quota doesn't lower the limit either: it concerns one tenant
-    or key.
+    an outage doesn't cost rows. The same 500 is the result of a row at the third time. A refusal by a quota
+    doesn't lower the limit either: it concerns one tenant or key.
+
+    An adapter that isn't served any more (404) is a failure that counts: an administrator replaces an adapter
+    by an unload and a load. There is no limit on the time of a row.
 
     Args:
         client: The engines.
         concurrency: Limit that adapts to answers and refusals.
         backoff: Waits between the tries of a row.
         retries: Counted failures after which a row is sent again; the next failure is its result.
-        timeout_s: Seconds after which a try has failed; None: never.
         patient: Whether an outage of any length is waited out. Otherwise each failure counts, and a row that
             fails too often ends the run, unless other rows were answered between its last failures: then the
             service works, and the row is the cause.
@@ -56,7 +61,6 @@ class Sender:
         concurrency: Concurrency,
         backoff: Backoff,
         retries: int,
-        timeout_s: float | None,
         patient: bool = True,
     ) -> None:
         self.retried = 0
@@ -65,7 +69,6 @@ class Sender:
         self._concurrency = concurrency
         self._backoff = backoff
         self._retries = retries
-        self._timeout_s = timeout_s
         self._patient = patient
         self._answered: Counter[str | None] = Counter()
 
@@ -82,6 +85,7 @@ class Sender:
         """
         model = row.model
         tries = failures = 0
+        faults: Counter[str] = Counter()
         seen = deque([self._answered[model]], RECENT if not self._patient else 1)
         while not run.stopping.is_set():
             # Parsed for each try: a parsed row takes many times its bytes while it waits or is at an engine.
@@ -94,7 +98,8 @@ class Sender:
             if answer is None:
                 return None
             tries += 1
-            if answer.final or answer.status not in RETRYABLE:
+            unserved = answer.names_no_model and (self._patient or self._answered[model] > 0)
+            if answer.final or not (unserved or answer.status in RETRYABLE):
                 self._answered[model] += 1
                 self._concurrency.answered()
                 self.trouble = ""
@@ -103,10 +108,12 @@ class Sender:
             if answer.status != 429:
                 works = self._answered[model] > seen[0]
                 # An engine that fails on each row is an outage too, until it has answered a row.
-                failed = answer.status == 500 and (self._patient or self._answered.total() > 0)
-                failures += not self._patient or failed or works
-                if failures > self._retries:
-                    if not (failed or works):
+                fault = answer.status == 500 and (self._patient or self._answered.total() > 0)
+                if fault:
+                    faults[answer.message] += 1
+                failures += not self._patient or fault or unserved or works
+                if failures > self._retries or faults[answer.message] >= MOST_FAULTS:
+                    if not (fault or unserved or works):
                         raise GaveUpError(tries, "a row", self.trouble)
                     return await self._result(run, row, answer, tries)
             seen.append(self._answered[model])
@@ -121,8 +128,7 @@ class Sender:
         task = asyncio.create_task(sending)
         run.tries.add(task)
         try:
-            async with asyncio.timeout(self._timeout_s):
-                answer = await task
+            answer = await task
         except asyncio.CancelledError:
             if cancellation.is_own():
                 raise
@@ -134,8 +140,6 @@ class Sender:
             return RowAnswer.of(error)
         except RequestError as error:
             answer = RowAnswer.of(error)
-        except TimeoutError:
-            answer = RowAnswer.of(RequestError(504, "timeout_error", f"no answer in {self._timeout_s:g} s"))
         except OSError as error:
             message = f"{type(error).__name__}: {error}"
             answer = RowAnswer.of(RequestError(503, "service_unavailable", message))

@@ -24,7 +24,7 @@ from serve_app.jobs.key_rules import KeyRules
 from serve_app.jobs.models import OPEN
 from serve_app.jobs.pacing import Auto
 from serve_app.jobs.routes import BatchAPI
-from serve_app.jobs.rows import RowClient
+from serve_app.jobs.rows import BatchClient
 from serve_app.jobs.storage import adopt_results, delete_noted
 from serve_app.jobs.store import Store
 from serve_app.relay.asgi import run_app
@@ -127,7 +127,7 @@ class BatchService:
         settings: BatchesSettings,
         store: Store,
         content: Contents,
-        client: RowClient,
+        client: BatchClient,
         models: Collection[str],
         keys: KeyStore | None = None,
     ) -> None:
@@ -161,7 +161,7 @@ class BatchService:
     async def open(
         cls,
         settings: BatchesSettings,
-        client: RowClient,
+        client: BatchClient,
         models: Collection[str],
         keys: KeyStore | None = None,
         held_s: float = HELD_S,

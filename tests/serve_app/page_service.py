@@ -3,7 +3,7 @@
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Collection, Coroutine, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -105,8 +105,9 @@ class Rows:
     async def load(self, base: str | None) -> None:
         """Return no load."""
 
-    async def refresh(self) -> None:
+    async def refresh(self, wake: bool = False) -> Collection[str]:
         """Learn nothing."""
+        return ()
 
 
 class PageService:

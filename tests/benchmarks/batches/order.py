@@ -154,8 +154,9 @@ class VirtualEngines:
         detail = {"finish_reason": "length", "prompt_tokens": len(prompt), "completion_tokens": 1}
         return RowAnswer(200, {"results": [""], "details": [detail]} if endpoint == GENERATE else {})
 
-    async def refresh(self) -> None:
+    async def refresh(self, wake: bool = False) -> Collection[str]:
         """Do nothing: the models stay the same."""
+        return ()
 
     def base_of(self, model: str) -> str | None:
         """Return the only model."""

@@ -27,10 +27,6 @@ class Echo:
         detail = {"finish_reason": "stop", "prompt_tokens": 1, "completion_tokens": 1}
         prompts = body["prompts"]
         return RowAnswer(200, {"results": prompts, "details": [detail] * len(prompts)})
-    async def refresh(self):
-        pass
-    def base_of(self, model):
-        return model
     async def load(self, base):
         return None
     async def replicas(self):

@@ -132,6 +132,23 @@ async def test_calls_that_fail_are_sent_again() -> None:
     assert set(service.served.values()) == {1}
 
 
+async def test_an_adapter_that_is_replaced_ends_no_run() -> None:
+    service = FakeService()
+    missing = 3
+
+    def trouble(body: JSON) -> Response | None:
+        nonlocal missing
+        if "p9" not in texts(body) or not missing:
+            return None
+        missing -= 1
+        return failure(404, "not_found_error", "model")
+
+    service.trouble = trouble
+    rows, _ = await send(service, PROMPTS, size=1)
+    assert [row["result"] for row in rows] == [prompt.upper() for prompt in PROMPTS]
+    assert rows[9]["attempts"] == 4
+
+
 async def test_errors_of_rows_are_data() -> None:
     service = FakeService()
     service.refuses = {"p3": "the prompt has 9 tokens; this model takes 8 at most"}

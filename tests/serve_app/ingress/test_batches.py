@@ -1,7 +1,7 @@
 """Files and batches through the Ingress, called by OpenAI's client; the deployment runs in the test."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -187,9 +187,10 @@ class Held(Engine):
         self.validating = asyncio.Event()
         self.valid = asyncio.Event()
 
-    async def refresh(self) -> None:
+    async def refresh(self, wake: bool = False) -> Collection[str]:
         self.validating.set()
         await self.valid.wait()
+        return ()
 
 
 async def test_a_key_that_is_removed_widens_no_rights_of_its_batches(tmp_path: Path) -> None:

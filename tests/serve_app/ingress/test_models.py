@@ -31,6 +31,7 @@ class Replicas:
         adapters: The adapters of each replica of the model `llm`.
         asked: The models whose replicas were asked.
         answers: They answer while this is set.
+        woken: The models of which a replica was to start.
     """
 
     def __init__(self) -> None:
@@ -39,6 +40,7 @@ class Replicas:
         self.asked: list[str] = []
         self.answers = asyncio.Event()
         self.answers.set()
+        self.woken: list[str] = []
 
     async def __call__(self, name: str) -> Sequence[ReplicaStats]:
         self.asked.append(name)
@@ -53,7 +55,7 @@ def routing(
 ) -> ServedModels:
     replicas = replicas or Replicas()
     parsed = parse({"models": models}).models
-    return ServedModels(parsed, replicas, clock or Clock())
+    return ServedModels(parsed, replicas, replicas.woken.append, clock or Clock())
 
 
 def refusal(name: str | None, path: str, *models: dict[str, Any]) -> RequestError:
@@ -217,13 +219,16 @@ def test_the_models_of_a_caller_have_the_order_of_the_config() -> None:
 ADAPTED = LLM | {"adapters": [{"source": "org/words"}, {"source": "/secret/place/german", "id": "german"}]}
 
 
-def test_an_adapter_is_answered_by_its_model() -> None:
-    models = routing(ADAPTED, FUNCTION)
+async def test_an_adapter_is_answered_by_its_model() -> None:
+    replicas = Replicas()
+    replicas.adapters = [[{"id": "llm:words"}, {"id": "german"}]]
+    models = routing(ADAPTED, FUNCTION, replicas=replicas)
     assert list(models) == ["llm", "rank", "llm:words", "german"]
     assert (models.choose("german", CHAT), models.base_of("german")) == ("german", "llm")
     assert models.find("llm:words").id == "llm"
     with pytest.raises(RequestError, match="not /process"):
         models.choose("german", "/process")
+    await models.refresh()
     with pytest.raises(RequestError, match="served here: llm, rank, llm:words, german"):
         models.find("words")
 
@@ -280,6 +285,37 @@ async def test_a_model_without_replicas_keeps_its_adapters() -> None:
     await models.refresh()
     assert replicas.asked == ["llm"]
     assert "llm:words" in models
+
+
+async def test_an_unknown_name_is_final_only_once_each_model_has_told_its_adapters() -> None:
+    replicas, clock = Replicas(), Clock()
+    folder = {"adapters_folder": "/adapters"}
+    models = routing(LLM | folder, OTHER | folder, FUNCTION, replicas=replicas, clock=clock)
+
+    async def refused(name: str, allowed: set[str] | None = None) -> int:
+        clock.now += 5.0
+        await models.learn(name)
+        with pytest.raises(RequestError) as caught:
+            models.choose(name, CHAT, allowed)
+        assert (caught.value.retry_after_s is None) == (caught.value.status == 404)
+        return caught.value.status
+
+    # No replica of either model has answered since this process started.
+    assert [await refused(name) for name in ("llm:mine", "mine", "none")] == [503] * 3
+    assert set(replicas.woken) == {"llm", "other"}
+    # A name that the caller's key doesn't allow is not served to it, whatever is loaded.
+    assert await refused("mine", {"llm"}) == 404
+    # A model that is served already needs no adapters.
+    assert models.choose("llm", CHAT) == "llm"
+    replicas.woken.clear()
+    replicas.adapters = [[{"id": "mine", "root": "mine"}]]
+    clock.now += 5.0
+    await models.learn("mine")
+    assert models.choose("mine", CHAT) == "mine"
+    assert await refused("none") == 404
+    # The adapters stay known while a model has no replica.
+    replicas.adapters = []
+    assert (await refused("none"), replicas.woken) == (404, [])
 
 
 async def test_a_service_without_adapters_asks_nobody() -> None:

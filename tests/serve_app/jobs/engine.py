@@ -23,8 +23,8 @@ def custom_id_of(body: JSON) -> str:
 class Served:
     """What a client says of models and loads where nothing is known of either."""
 
-    async def refresh(self) -> None:
-        return
+    async def refresh(self, wake: bool = False) -> Collection[str]:
+        return ()
 
     def base_of(self, model: str) -> str | None:
         return model

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import math
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Collection
@@ -13,20 +14,23 @@ from typing import IO, Any
 import pytest
 from pydantic_core import from_json
 
+from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.client import Backoff
 from serve_app.jobs import failpoints, pacing
-from serve_app.jobs.batches import BatchRunner
+from serve_app.jobs.batches import BatchRunner, OpenBatch
 from serve_app.jobs.content import Content
 from serve_app.jobs.errors import NotFoundError
 from serve_app.jobs.key_rules import KeyRules
 from serve_app.jobs.models import ENDED, Batch
 from serve_app.jobs.pacing import Auto, EngineLoad, Fixed
-from serve_app.jobs.rows import RowAnswer
+from serve_app.jobs.rows import Row, RowAnswer
+from serve_app.jobs.runner import Runner
 from serve_app.jobs.store import Store
+from tests.batcher.virtual import virtual
 from tests.progress import STILL_S
-from tests.serve_app.jobs.engine import USAGE, Engine, custom_id_of
+from tests.serve_app.jobs.engine import USAGE, Engine, Served, custom_id_of
 from tests.serve_app.jobs.helpers import (
     CHAT,
     DAY_S,
@@ -51,6 +55,7 @@ class Bench:
         self.now = float(NOW)
         self.at: Callable[[str], None] | None = None
         self.committed = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         concurrency = options.pop("concurrency", None)
         self.runner = BatchRunner(
@@ -112,7 +117,7 @@ async def running(folder: Path, engine: Engine, **options: Any) -> AsyncIterator
     failpoints.hook = bench.reach
     try:
         async with asyncio.timeout(STILL_S), asyncio.TaskGroup() as group:
-            group.create_task(bench.runner.run())
+            bench.task = group.create_task(bench.runner.run())
             yield bench
             bench.runner.stop()
     finally:
@@ -443,12 +448,107 @@ async def test_free_places_of_the_engines_are_filled_before_the_first_answer(
 
 async def test_a_row_at_which_the_engine_fails_is_given_up(tmp_path: Path) -> None:
     engine = Engine(lambda id: 500 if id == "bad" else 200)
-    async with running(tmp_path, engine, retries=2) as bench:
+    async with running(tmp_path, engine) as bench:
         bench.add("b", row("bad"), row("x"))
         batch = await bench.ended("b")
         errors = bench.lines(batch)[1]
     assert errors["bad"]["response"]["status_code"] == 500
     assert (batch.completed, batch.failed, engine.tries["bad"]) == (1, 1, 3)
+
+
+async def test_a_fault_of_the_service_is_given_up_without_an_answer_to_another_row(tmp_path: Path) -> None:
+    engine = Engine(lambda _: 500)
+    async with running(tmp_path, engine) as bench:
+        bench.add("b", row("x"), row("y"))
+        batch = await bench.ended("b")
+    assert (batch.failed, dict(engine.tries)) == (2, {"x": 3, "y": 3})
+
+
+@virtual
+async def test_a_row_may_take_hours() -> None:
+    """The engines tell of their own loss; the time of a row says nothing."""
+
+    class Slow(Served):
+        tries = 0
+
+        async def send(
+            self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
+        ) -> RowAnswer:
+            """Answer after six hours."""
+            self.tries += 1
+            await asyncio.sleep(6 * 3600)
+            return RowAnswer(200, {})
+
+    def turn() -> None:
+        """Let the loop turn while a thread works."""
+        asyncio.get_event_loop().call_later(60.0, turn)
+
+    turn()
+    engine, limit = Slow(), Fixed(1)
+    limit.interval_s = 3600
+    one = OpenBatch(batch_of("b", "in"))
+    one.rows.append(Row(1, text_of(row("x"))))
+    async with Runner(engine, concurrency=lambda: limit, changed=lambda: None) as runner:
+        runner.fill(None, [one])
+        while runner.in_flight:
+            assert engine.tries <= 1
+            await asyncio.sleep(60)
+    assert (runner.rate.total, runner.failed, engine.tries) == (1, 0, 1)
+
+
+async def test_an_adapter_that_is_replaced_costs_no_row(tmp_path: Path) -> None:
+    """An administrator unloads an adapter, then loads another one with its id."""
+
+    class Replaced(Engine):
+        async def send(
+            self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
+        ) -> RowAnswer:
+            """Refuse each row until the adapter is there again."""
+            answer = await super().send(endpoint, body, scheduling, models)
+            if self.tries[custom_id_of(body)] > 2:
+                return answer
+            missing = "The model 'demo' does not exist; served here: none"
+            return RowAnswer.of(RequestError(404, "not_found_error", missing, param="model"))
+
+    engine = Replaced()
+    async with running(tmp_path, engine) as bench:
+        bench.add("b", row("x"), row("y"))
+        batch = await bench.ended("b")
+    assert (batch.completed, dict(engine.tries)) == (2, {"x": 3, "y": 3})
+    # An adapter that stays away doesn't hold up its batch for ever.
+    engine = Replaced()
+    async with running(tmp_path / "gone", engine, retries=1) as bench:
+        bench.add("b", row("x"))
+        batch = await bench.ended("b")
+        (line,) = bench.lines(batch)[1].values()
+    assert (line["response"]["status_code"], dict(engine.tries)) == (404, {"x": 2})
+
+
+async def test_a_batch_whose_adapter_is_not_known_yet_waits_for_its_model(tmp_path: Path) -> None:
+    class Starting(Engine):
+        """Engines that have not started at the first looks."""
+
+        looks = 0
+
+        async def refresh(self, wake: bool = False) -> Collection[str]:
+            """Return the model until it has started."""
+            if self.looks >= left:
+                models.add("demo:mine")
+                return ()
+            self.looks += wake
+            return ("demo",)
+
+    left, models = 3.0, {"demo"}
+    mine = row("x", body={"model": "demo:mine", "messages": [{"role": "user", "content": "x"}]})
+    async with running(tmp_path, Starting(), models=models) as bench:
+        bench.add("b", mine)
+        assert (await bench.ended("b")).completed == 1
+    # A model that never starts keeps no batch open beyond its window.
+    left, models = math.inf, {"demo"}
+    async with running(tmp_path / "never", Starting(), models=models) as bench:
+        bench.add("b", mine, expires_at=NOW)
+        batch = await bench.ended("b", state="failed")
+    assert [error["code"] for error in batch.errors] == ["model_not_found"]
 
 
 async def test_an_outage_costs_no_row(tmp_path: Path) -> None:
@@ -620,6 +720,31 @@ async def test_no_more_rows_are_sent_while_results_cannot_be_written(
     assert len(tries) == 30
     # The first rows, and as many as were let in before the first error.
     assert tries[-1] <= 20
+
+
+async def test_a_file_that_cannot_be_written_slows_no_other_tenant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine()
+    # The next try to write is after the end of the test.
+    async with running(tmp_path, engine, concurrency=Fixed(4), tick_s=10 * STILL_S) as bench:
+        append = bench.content.append
+
+        def append_to_others(id: str, offset: int, data: bytes) -> None:
+            if "-a-" in id:
+                raise PermissionError(errno.EACCES, "Permission denied", id)
+            append(id, offset, data)
+
+        monkeypatch.setattr(bench.content, "append", append_to_others)
+        bench.add("a", *(row(f"a{number}") for number in range(20)))
+        await engine.until(lambda: engine.tries.total() > 0)
+        bench.add("b", *(row(f"b{number}") for number in range(20)), tenant="ben")
+        assert (await bench.ended("b")).completed == 20
+        assert bench.store.batch("a").completed == 0
+        # The places, and the rows that were taken before the first error was known.
+        assert sum(id.startswith("a") for id in engine.tries) <= 8
+        assert bench.task
+        bench.task.cancel()
 
 
 async def test_an_input_that_is_gone_fails_the_batch_and_keeps_its_results(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from serve_app.client import RETRYABLE
 from serve_app.engine.accounts import BY_QUOTA
 from serve_app.ingress import relay
 from serve_app.ingress.body import LARGE_BYTES
+from serve_app.ingress.models import MAX_AGE_S
 from serve_app.ingress.relay import PoisonError
 from serve_app.ingress.status import Health, ModelState
 from serve_app.jobs import engines
@@ -34,6 +35,7 @@ from serve_app.relay.frame import Head, pack, pack_error, with_headers
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.schema import parse
 from serve_app.settings.usage import LedgerSettings, Quota, UsageSettings
+from tests.batcher.virtual import Clock
 from tests.progress import STILL_S
 from tests.serve_app.answers import END, complete
 from tests.serve_app.ingress.engine_doubles import CHAT, PLAIN, Engine, answer, health
@@ -162,10 +164,23 @@ async def test_a_refusal_says_when_to_come_back() -> None:
     assert (found.status, found.final) == (500, True)
 
 
-async def test_an_answer_that_is_no_json_is_an_error_with_its_text() -> None:
-    engine = Engine(answer(complete(Head(500, []), b"Internal Server Error")))
+@pytest.mark.parametrize(
+    ("status", "text", "shown"),
+    [
+        (500, b"Internal Server Error", 500),
+        # Text that is no JSON object answers no row.
+        (200, b'{"choices": [{"text": "\\ud800"}]}', 502),
+        (200, b"[]", 502),
+        (200, b"", 502),
+    ],
+)
+async def test_an_answer_that_is_no_json_object_is_an_error_with_its_text(
+    status: int, text: bytes, shown: int
+) -> None:
+    engine = Engine(answer(complete(Head(status, []), text)))
     found = await client_of({"demo": engine}).send(CHAT, BODY, ANNA)
-    assert (found.status, found.body["error"]["message"]) == (500, "Internal Server Error")
+    assert (found.status, found.body["error"]["message"]) == (shown, text.decode())
+    assert found.body["error"]["code"] == shown
 
 
 async def test_an_answer_that_breaks_off_is_tried_again() -> None:
@@ -281,6 +296,32 @@ def test_the_engines_of_an_adapter_are_those_of_its_model() -> None:
     handles: Any = {"demo": Engine(answer())}
     client = EngineClient(parse({"models": [adapted]}), handles, Health("llm", ["demo"]))
     assert [client.base_of(name) for name in ("demo", "words", "unknown")] == ["demo", "demo", None]
+
+
+async def test_a_row_of_an_adapter_waits_for_the_first_replica_of_its_model(
+    health: dict[str, ModelState],
+) -> None:
+    model = {"id": "demo", "source": "x", "adapters_folder": "/adapters"}
+    engine = Engine(answer(complete(PLAIN, b"{}")))
+    handles: Any = {"demo": engine}
+    health["demo"] = ModelState(0, False, "an Engine replica")
+    clock = Clock()
+    client = EngineClient(parse({"models": [model]}), handles, Health("llm", ["demo"]), clock=clock)
+    mine = BODY | {"model": "demo:mine"}
+    assert list(await client.refresh(wake=True)) == ["demo"]
+    for _ in range(2):
+        with pytest.raises(RequestError) as raised:
+            await client.send(CHAT, mine, ANNA)
+        assert raised.value.status in RETRYABLE
+    health["demo"] = ModelState(1, False, "")
+    engine.stats = [{"adapters": [{"id": "demo:mine", "root": "mine"}]}]
+    clock.now += MAX_AGE_S
+    assert (await client.send(CHAT, mine, ANNA)).status == 200
+    assert [request.adapter for request in engine.requests] == ["demo:mine"]
+    assert not await client.refresh(wake=True)
+    with pytest.raises(RequestError) as raised:
+        await client.send(CHAT, BODY | {"model": "none"}, ANNA)
+    assert raised.value.status == 404
 
 
 async def test_the_load_is_that_of_the_engines_that_have_rows(health: dict[str, ModelState]) -> None:

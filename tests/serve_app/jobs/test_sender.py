@@ -5,7 +5,6 @@ import threading
 import weakref
 from collections.abc import AsyncGenerator, Collection
 from contextlib import asynccontextmanager
-from random import Random
 from typing import Any
 
 import pytest
@@ -61,7 +60,7 @@ async def test_retry_after_is_kept() -> None:
     noted.clear()
     full = RequestError(429, "rate_limit_error", "full", retry_after_s=7.0)
     client = Script(RowAnswer(429, {}, 5.0), full, ConnectionError("reset"), RowAnswer(200, {"ok": True}))
-    sender = Sender(client, Fixed(1), Waits(), 0, 5.0)
+    sender = Sender(client, Fixed(1), Waits(), 0)
     result = await sender.send(OpenBatch(BATCH), ROW)
     assert result is not None
     assert not result.is_error
@@ -71,27 +70,9 @@ async def test_retry_after_is_kept() -> None:
 async def test_a_final_error_is_not_tried_again() -> None:
     poison = RequestError(503, "service_unavailable", "it ended three engines", final=True)
     for answer in (poison, RowAnswer(503, {}, final=True)):
-        result = await Sender(Script(answer), Fixed(1), Backoff(), 8, 5.0).send(OpenBatch(BATCH), ROW)
+        result = await Sender(Script(answer), Fixed(1), Backoff(), 8).send(OpenBatch(BATCH), ROW)
         assert result is not None
         assert result.is_error
-
-
-async def test_a_try_that_takes_too_long_is_repeated() -> None:
-    class Slow(Script):
-        async def send(
-            self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
-        ) -> RowAnswer:
-            """Hang, the first time."""
-            answer = await super().send(endpoint, body, scheduling, models)
-            if answer.status == 504:
-                await asyncio.Event().wait()
-            return answer
-
-    client = Slow(RowAnswer(504, {}), RowAnswer(200, {}))
-    sender = Sender(client, Fixed(1), Backoff(0.0, 0.0, Random(0)), 0, 0.01)
-    result = await sender.send(OpenBatch(BATCH), ROW)
-    assert result is not None
-    assert not result.is_error
 
 
 async def test_a_row_is_away_while_it_waits_for_a_try() -> None:
@@ -105,7 +86,7 @@ async def test_a_row_is_away_while_it_waits_for_a_try() -> None:
         waiting -= 1
 
     one = OpenBatch(BATCH)
-    sender = Sender(Script(RowAnswer(503, {})), Fixed(1), Backoff(3600.0, 3600.0), 0, 5.0)
+    sender = Sender(Script(RowAnswer(503, {})), Fixed(1), Backoff(3600.0, 3600.0), 0)
     sending = asyncio.create_task(sender.send(one, ROW, away))
     for _ in range(10):
         await asyncio.sleep(0)
@@ -119,10 +100,10 @@ async def test_a_refusal_by_an_engine_lowers_the_limit_and_one_by_a_quota_does_n
     noted.clear()
     refused = QuotaError(429, "rate_limit_error", "none left", retry_after_s=36_000.0)
     limit = Auto(first=8)
-    sender = Sender(Script(refused, RowAnswer(200, {})), limit, Waits(), 0, 5.0)
+    sender = Sender(Script(refused, RowAnswer(200, {})), limit, Waits(), 0)
     assert await sender.send(OpenBatch(BATCH), ROW) is not None
     assert (limit.limit, noted) == (8, [(1, 36_000.0)])
-    sender = Sender(Script(RowAnswer(429, {}), RowAnswer(200, {})), limit, Waits(), 0, 5.0)
+    sender = Sender(Script(RowAnswer(429, {}), RowAnswer(200, {})), limit, Waits(), 0)
     assert await sender.send(OpenBatch(BATCH), ROW) is not None
     assert limit.limit == 4
 
@@ -160,7 +141,7 @@ async def test_a_large_row_is_read_and_answered_beside_the_loop_and_not_kept_as_
     monkeypatch.setattr(rows, "from_json", parsed)
     monkeypatch.setattr(Row, "body", lambda self: parsed(self.text)["body"])
     large = Row(1, text_of(row("x", body={"model": "demo", "prompt": "x" * LARGE_BYTES})))
-    result = await Sender(Taking(), Fixed(1), Backoff(), 0, 5.0).send(OpenBatch(BATCH), large)
+    result = await Sender(Taking(), Fixed(1), Backoff(), 0).send(OpenBatch(BATCH), large)
     assert result is not None
     assert forgotten == [True]
     assert threading.get_ident() not in threads
@@ -169,5 +150,5 @@ async def test_a_large_row_is_read_and_answered_beside_the_loop_and_not_kept_as_
 async def test_a_row_has_no_result_once_it_is_stopped() -> None:
     one = OpenBatch(BATCH)
     one.stopping.set()
-    sender = Sender(Script(), Fixed(1), Backoff(), 0, 5.0)
+    sender = Sender(Script(), Fixed(1), Backoff(), 0)
     assert await sender.send(one, ROW) is None
