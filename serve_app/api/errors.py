@@ -122,6 +122,18 @@ class RequestError(Exception):
         return {"retry-after": str(max(1, math.ceil(self.retry_after_s)))}
 
 
+class EngineAwayError(RequestError):
+    """The engine that has the request can't serve it; another one may.
+
+    Args:
+        message: A sentence for people.
+        retry_after_s: Seconds after which another try is likely to succeed.
+    """
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(503, "service_unavailable", message, retry_after_s=retry_after_s)
+
+
 def _rebuild(
     status: int,
     type: ErrorType,
@@ -189,5 +201,4 @@ def internal_error(error: BaseException) -> RequestError:
 
 def engine_failed() -> RequestError:
     """Return the error for a client whose Engine died with its request."""
-    message = "The engine that had this request failed. Try again."
-    return RequestError(503, "service_unavailable", message, retry_after_s=1.0)
+    return EngineAwayError("The engine that had this request failed. Try again.")

@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from batcher import Aborted, BatcherError, ContinuousBatcher, Expired, Oversize, QueueFull, Slot
-from serve_app.api.errors import RequestError
+from serve_app.api.errors import EngineAwayError, RequestError
 from serve_app.engine.adapters import AdapterSlots
 from serve_app.engine.grammars import GrammarCheck, check_lengths, grammars_of
 from serve_app.engine.job import Job
@@ -315,5 +315,4 @@ def refusal_of(error: BatcherError) -> RequestError:
         case Oversize():
             return RequestError(400, "invalid_request_error", str(error))
         case _:
-            message = "This replica is shutting down. Try again."
-            return RequestError(503, "service_unavailable", message, retry_after_s=1.0)
+            return EngineAwayError("This replica is shutting down. Try again.")

@@ -27,6 +27,9 @@ DETOKENIZE = "/detokenize"
 OTHER_COMMAS = 100
 """Commas that a request of `/detokenize` may have outside its list."""
 
+OWN = {b"retry-after", b"x-should-retry"}
+"""Headers that errors of the Engine have, which are in shape, and none of vLLM's."""
+
 RESUMABLE = {"/v1/chat/completions", "/v1/completions"}
 """Routes whose streams may go on in another replica when this one dies."""
 
@@ -113,7 +116,7 @@ def _in_shape(message: bytes, path: str) -> bytes:
     if not path.startswith(ANTHROPIC):
         return message
     head, body, _, usage, _ = unpack(message)
-    if head is None or head.status < 400 or usage is None:
+    if head is None or head.status < 400 or usage is None or any(name in OWN for name, _ in head.headers):
         return message
     try:
         error = json.loads(body)["error"]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 from batcher import ContinuousBatcher
-from serve_app.api.errors import RequestError
+from serve_app.api.errors import EngineAwayError, RequestError
 from serve_app.api.protocol import JSON
 from serve_app.quotas.client import Handle
 from serve_app.stats import Turn
@@ -199,7 +199,7 @@ class EngineTurns:
         if self.state != "failed":
             return None
         message = f"The model {self._place.model!r} can't be used: {self.cause}"
-        return RequestError(503, "service_unavailable", message, retry_after_s=FAILED_S)
+        return EngineAwayError(message, FAILED_S)
 
     def check_health(self) -> None:
         """Raise if turns aren't taken any more, or the engine failed a while ago."""

@@ -22,6 +22,9 @@ SMALL = 64 * 1024
 """A body up to this many bytes may use the whole budget, a larger one may not use its last part: so large
 bodies can't keep out small ones."""
 
+KEPT_PART = 2
+"""Streams are kept in the first half of the budget only: bodies without room are refused."""
+
 LAST_PART = 8
 """The last part of the budget is an eighth."""
 
@@ -107,15 +110,13 @@ async def _read(request: Request, most: int, timeout_s: float, settings: str = "
 class BodyBudget:
     """Counts the bytes of the bodies that this replica holds.
 
-    Args:
-        most: Most bytes at once.
-
     Attributes:
+        most: Most bytes at once.
         held: Bytes held now.
     """
 
     def __init__(self, most: int) -> None:
-        self._most = most
+        self.most = most
         self.held = 0
 
     def check(self, size: int, more: int) -> None:
@@ -128,10 +129,10 @@ class BodyBudget:
         Raises:
             RequestError: 503, with the seconds to wait.
         """
-        most = self._most if size <= SMALL else self._most - self._most // LAST_PART
+        most = self.most if size <= SMALL else self.most - self.most // LAST_PART
         if self.held + more > most:
             message = (
-                f"The requests that are being served hold {self.held} bytes of the {self._most} for request "
+                f"The requests that are being served hold {self.held} bytes of the {self.most} for request "
                 "bodies (ingress.max_bytes_in_flight). Try again."
             )
             raise RequestError(503, "overloaded_error", message, retry_after_s=RETRY_AFTER_S)
@@ -163,10 +164,22 @@ class HeldBody:
         self._budget.held += size
         self.size += size
 
+    def keep(self, size: int) -> bool:
+        """Count bytes of an answer, if there is room to keep them; return whether there is."""
+        if self._budget.held + size > self._budget.most // KEPT_PART:
+            return False
+        self._budget.held += size
+        self.size += size
+        return True
+
+    def drop(self, size: int) -> None:
+        """Give some bytes back."""
+        self._budget.held -= size
+        self.size -= size
+
     def give_back(self) -> None:
         """Give all bytes back."""
-        self._budget.held -= self.size
-        self.size = 0
+        self.drop(self.size)
 
 
 def held_body(scope: MutableMapping[str, Any]) -> HeldBody:

@@ -12,6 +12,7 @@ import logging
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import grpc
@@ -35,6 +36,7 @@ from serve_app.api.errors import (
     internal_error,
 )
 from serve_app.api.headers import request_id
+from serve_app.ingress.body import look
 from serve_app.ingress.context import RequestContext, context_of
 from serve_app.ingress.resume import ResumableStream, UnresumableError
 from serve_app.relay.events import error_event
@@ -71,9 +73,6 @@ all requests that they had are answered by the third."""
 
 LONG_S = 300.0
 """Seconds of a stream after which the stream can't be the cause of its engine's loss."""
-
-UNAVAILABLE = 503
-"""The status of an engine that can't serve: the replica stops, or vLLM's engine has died."""
 
 _BROKEN = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL}
 
@@ -526,7 +525,7 @@ class RelayResponse(Response):
                 head, piece = await self._first_piece()
                 if piece.usage is not None:
                     await self._finish()
-                if head.status != UNAVAILABLE or self._tried == self._tries:
+                if not head.elsewhere or self._tried == self._tries:
                     return head, piece
                 logger.info("an engine can't serve; trying another")
             except Exception as error:
@@ -540,7 +539,7 @@ class RelayResponse(Response):
 
     async def _bodies(self, head: Head, piece: Piece, context: RequestContext) -> AsyncGenerator[bytes, None]:
         """Yield a body of several pieces; have another engine go on with a stream when its own is lost."""
-        stream = ResumableStream(head.resume)
+        stream = ResumableStream(head.resume, context.body)
         while True:
             began = asyncio.get_running_loop().time()
             try:
@@ -583,7 +582,7 @@ class RelayResponse(Response):
         """
         if not is_lost(error):
             raise UnresumableError("the replica itself is not lost")
-        request = stream.rest_of(self._request)
+        request = await look(len(self._request.body), partial(stream.rest_of, self._request))
         if self._tried == self._tries:
             raise UnresumableError("no engine is left to ask")
         logger.warning("an engine failed in the middle of an answer; another goes on: %r", error)

@@ -5,13 +5,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from serve_app.ingress.body import HeldBody
 from serve_app.relay.events import DONE
 from serve_app.relay.frame import Piece
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.resume import ResumeMode
 
 MAX_KEPT_BYTES = 1 << 20
-"""A stream that is longer than this is not kept, and can't go on elsewhere."""
+"""Most bytes that are kept of a stream; a longer one can't go on elsewhere."""
 
 WHOLE_TEXT_ONLY = (
     "tools",
@@ -36,12 +37,15 @@ class ResumableStream:
 
     Args:
         resume: How the stream could go on; nothing is kept of a stream that can't.
+        held: Counts what is kept, until the request ends. A stream that has no room can't go on elsewhere.
     """
 
-    __slots__ = ("_bodies", "_next", "_resume", "_size", "_splice", "_token_ids")
+    __slots__ = ("_bodies", "_held", "_kept", "_next", "_resume", "_size", "_splice", "_token_ids")
 
-    def __init__(self, resume: ResumeMode) -> None:
+    def __init__(self, resume: ResumeMode, held: HeldBody) -> None:
         self._resume = resume
+        self._held = held
+        self._kept = True
         self._bodies: list[bytes] = []
         self._token_ids: list[bytes] = []
         self._size = 0
@@ -55,13 +59,16 @@ class ResumableStream:
             UnresumableError: The other engine has another text.
         """
         body = piece.body if self._splice is None else self._splice.rest(piece.body)
-        if not self._resume:
+        if not self._resume or not self._kept:
             return body
-        self._size += len(piece.token_ids) + len(body)
-        if self._size <= MAX_KEPT_BYTES:
+        size = len(piece.token_ids) + len(body)
+        if self._size + size <= MAX_KEPT_BYTES and self._held.keep(size):
+            self._size += size
             self._token_ids.append(piece.token_ids)
             self._bodies.append(body)
-        elif self._bodies:
+        else:
+            self._kept = False
+            self._held.drop(self._size)
             self._token_ids, self._bodies = [], []
         return body
 
@@ -73,8 +80,8 @@ class ResumableStream:
         """
         if not self._resume:
             raise UnresumableError("its parameters don't allow it")
-        if self._size > MAX_KEPT_BYTES:
-            raise UnresumableError("it is too long")
+        if not self._kept:
+            raise UnresumableError("it is too long, or there was no room to keep it")
         body = json.loads(request.body)
         for name in WHOLE_TEXT_ONLY:
             if not _is_absent(body.get(name)):
@@ -95,6 +102,9 @@ class ResumableStream:
             resume: How its stream could go on.
         """
         self._resume = resume
+        known = sum(map(len, self._token_ids))
+        self._size -= known
+        self._held.drop(known)
         self._token_ids = []
         self._splice = self._next
 

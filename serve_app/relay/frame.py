@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from enum import IntEnum
 from typing import NamedTuple
 
-from serve_app.api.errors import RequestError, error_body
+from serve_app.api.errors import EngineAwayError, RequestError, error_body
 from serve_app.relay.resume import ResumeMode
 from serve_app.relay.usage import RequestUsage
 
@@ -28,7 +28,7 @@ class Kind(IntEnum):
     """The kinds of frame."""
 
     HEAD = 1
-    """Status, headers and resume mode, as JSON."""
+    """Status, headers, resume mode, and whether another Engine may answer, as JSON."""
     TOKEN_IDS = 2
     """Ids of the tokens that the bodies up to here show, as the bytes of an `array`."""
     BODY = 3
@@ -48,11 +48,13 @@ class Head(NamedTuple):
         status: The HTTP status.
         headers: Names and values.
         resume: How the answer, a stream, could go on in another Engine.
+        elsewhere: This Engine can't serve the request, and another one may.
     """
 
     status: int
     headers: list[tuple[bytes, bytes]]
     resume: ResumeMode = ""
+    elsewhere: bool = False
 
     @property
     def is_event_stream(self) -> bool:
@@ -65,14 +67,14 @@ class Head(NamedTuple):
     def pack(self) -> bytes:
         """Return the payload of a HEAD frame."""
         text = [[name.decode("latin-1"), value.decode("latin-1")] for name, value in self.headers]
-        return json.dumps([self.status, text, self.resume]).encode()
+        return json.dumps([self.status, text, self.resume, self.elsewhere]).encode()
 
     @classmethod
     def unpack(cls, payload: bytes) -> "Head":
         """Read the payload of a HEAD frame."""
-        status, text, resume = json.loads(payload)
+        status, text, resume, elsewhere = json.loads(payload)
         headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in text]
-        return cls(status, headers, resume)
+        return cls(status, headers, resume, elsewhere)
 
 
 class Piece(NamedTuple):
@@ -177,7 +179,8 @@ def pack_error(error: RequestError, path: str = "", usage: RequestUsage | None =
     headers = [(b"content-type", b"application/json")]
     headers += [(name.encode(), value.encode()) for name, value in error.headers().items()]
     body = json.dumps(error_body(error, path)).encode()
-    return pack(head=Head(error.status, headers), body=body, usage=usage or RequestUsage())
+    head = Head(error.status, headers, elsewhere=isinstance(error, EngineAwayError))
+    return pack(head=head, body=body, usage=usage or RequestUsage())
 
 
 def _frames(message: bytes) -> Iterator[tuple[int, int, int]]:

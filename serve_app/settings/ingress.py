@@ -30,7 +30,8 @@ class IngressSettings(Strict):
         default=None,
         description=(
             "Most bytes of all request bodies that one Ingress replica holds, from their arrival to the end "
-            "of their answers; a further request gets a 503. By default eight times `max_body_bytes`."
+            "of their answers; a further request gets a 503. Streams that could go on in another Engine are "
+            "kept in half of it. By default eight times `max_body_bytes`."
         ),
     )
     body_timeout_s: Seconds = Field(

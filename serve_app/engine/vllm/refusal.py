@@ -21,7 +21,7 @@ from vllm.exceptions import (
 )
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from serve_app.api.errors import ErrorType, RequestError, internal_error
+from serve_app.api.errors import EngineAwayError, ErrorType, RequestError, internal_error
 from serve_app.engine.job import current
 from serve_app.engine.vllm.workarounds import make_error_responses
 
@@ -113,7 +113,7 @@ def _failure(error: Exception, response: ErrorResponse) -> RequestError | None:
     if job.failure is not None:
         return job.failure
     if isinstance(error, RetryableRequestError):
-        failure = RequestError(503, "service_unavailable", str(error), retry_after_s=1.0)
+        failure: RequestError = EngineAwayError(str(error))
     elif isinstance(error, GenerationError) and job.constrained:
         # Grammars that vLLM can't compile are refused before.
         message = "The grammar of this request leaves no way on behind the text so far, and vLLM gave up."

@@ -51,12 +51,13 @@ async def test_an_error_on_a_route_of_anthropic_has_its_shape(status: int) -> No
     assert (found, body) == (status, {"type": "error", "error": {"type": kind, "message": "oh"}})
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
 @virtual
-async def test_what_a_prompt_was_refused_for_goes_before_what_the_application_makes_of_it() -> None:
+async def test_what_a_prompt_was_refused_for_goes_before_what_the_application_makes_of_it(path: str) -> None:
     def refuse(job: Job) -> None:
         job.failure = RequestError(429, "rate_limit_error", "full", retry_after_s=3)
 
-    job = new_job()
+    job = new_job(replace(REQUEST, path=path))
     messages = [each async for each in made(failing(seen=refuse)).answer(job)]
     head = unpack(messages[-1]).head
     assert head is not None

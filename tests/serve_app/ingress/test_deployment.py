@@ -20,11 +20,13 @@ from serve_app.api.scheduling import Scheduling
 from serve_app.auth.keys import hash_key
 from serve_app.ingress.deployment import Ingress
 from serve_app.ingress.status import Health, HealthReport, ModelState
+from serve_app.relay.events import DONE
 from serve_app.relay.frame import pack, pack_error
 from serve_app.relay.keepalive import KEEPALIVE_S
 from serve_app.relay.request import RelayRequest
+from serve_app.relay.usage import RequestUsage
 from serve_app.settings.schema import parse
-from tests.batcher.virtual import now, virtual
+from tests.batcher.virtual import blocked, now, virtual
 from tests.serve_app.answers import END, complete
 from tests.serve_app.ingress.engine_doubles import (
     CHAT,
@@ -634,6 +636,39 @@ async def test_a_stream_that_fails_in_the_middle_ends_with_an_error_event(
     error = json.loads(last.removeprefix("data: "))["error"]
     assert (error["type"], error["code"]) == ("internal_error", 500)
     assert stacks(caplog) == ["RuntimeError"]
+
+
+@virtual
+async def test_streams_are_kept_for_another_engine_in_half_of_the_budget_of_bodies() -> None:
+    ends = asyncio.Event()
+    head = STREAM._replace(resume="tokens")
+
+    def event(text: str) -> bytes:
+        choice = {"index": 0, "text": text, "finish_reason": None}
+        return f"data: {json.dumps({'id': 'a', 'created': 1, 'choices': [choice]})}\n\n".encode()
+
+    async def answering(request: RelayRequest) -> AsyncGenerator[bytes, None]:
+        if b"large" in request.body:
+            yield complete(PLAIN, b"{}")
+        elif request.resumes:
+            yield pack(head=head, body=event("x" * 300 + "end") + DONE, usage=RequestUsage(1, 2))
+        else:
+            yield pack(head=head, body=event("x" * 300))
+            await ends.wait()
+            raise ActorDiedError
+
+    limits = {"max_body_bytes": 1000, "max_bytes_in_flight": 2000}
+    async with Client(Engine(answering), **limits) as client:
+        body = {"prompt": "a", "stream": True}
+        streams = [asyncio.ensure_future(client.post("/v1/completions", json=body)) for _ in range(4)]
+        await blocked()
+        # A body has room yet.
+        large = {"prompt": "large " + "x" * 900}
+        assert (await client.post("/v1/completions", json=large)).status_code == 200
+        ends.set()
+        texts = [response.text for response in await asyncio.gather(*streams)]
+    assert ["end" in text for text in texts] == [True, True, False, False]
+    assert ["error" in text for text in texts] == [False, False, True, True]
 
 
 async def test_a_body_that_fails_in_the_middle_breaks_the_connection() -> None:

@@ -125,7 +125,7 @@ class Reply:
 def scope_of() -> dict[str, Any]:
     """Return the scope of a request that has its context."""
     scope: dict[str, Any] = {"type": "http"}
-    scope["state"] = {"context": RequestContext(scope, BodyBudget(0))}
+    scope["state"] = {"context": RequestContext(scope, BodyBudget(1 << 30))}
     return scope
 
 
@@ -209,6 +209,22 @@ async def test_a_request_survives_two_engines_and_no_third(failure: bytes | Exce
     assert received.headers[b"x-should-retry"] == b"false"
     assert "3 engines failed one after the other" in json.loads(received.body)["error"]["message"]
     assert len(engines.asked) == 4
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RequestError(503, "service_unavailable", "The quotas have not answered.", retry_after_s=2),
+        RequestError(503, "service_unavailable", "Grammars can't be checked now.", retry_after_s=2),
+    ],
+    ids=["quotas", "grammars"],
+)
+@virtual
+async def test_a_503_that_no_other_engine_can_better_is_not_tried_again(error: RequestError) -> None:
+    engines = Engines([[pack_error(error)], [ANSWER]])
+    received = await reply(engines)
+    assert (received.status, received.headers[b"retry-after"]) == (503, b"2")
+    assert len(engines.asked) == 1
 
 
 @virtual

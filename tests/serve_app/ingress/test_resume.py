@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.api.protocol import JSON
+from serve_app.ingress.body import BodyBudget, HeldBody
 from serve_app.ingress.resume import MAX_KEPT_BYTES, ResumableStream, Splice, UnresumableError
 from serve_app.relay.events import DONE
 from serve_app.relay.frame import Piece
 from serve_app.relay.request import RelayRequest
-from serve_app.relay.resume import to_ids
+from serve_app.relay.resume import ResumeMode, to_ids
 
 
 def event(body: object) -> bytes:
@@ -43,6 +44,10 @@ def told(data: bytes) -> list[JSON]:
 def answer(data: bytes) -> str:
     choices = [choice for each in told(data) for choice in each.get("choices", ())]
     return "".join(choice.get("text", choice.get("delta", {}).get("content", "")) for choice in choices)
+
+
+def resumable(resume: ResumeMode = "tokens", budget: BodyBudget | None = None) -> ResumableStream:
+    return ResumableStream(resume, HeldBody(budget or BodyBudget(1 << 30)))
 
 
 # Splicing
@@ -151,7 +156,7 @@ def piece(body: bytes, token_ids: bytes = b"") -> Piece:
 
 
 def test_tokens_travel_beside_the_text() -> None:
-    sent = ResumableStream("tokens")
+    sent = resumable()
     for token_ids, body in ((ids_of(1, 2), text("a")), (b"", text("b")), (ids_of(70_000), text("c"))):
         assert sent.add(piece(body, token_ids)) == body
     again = sent.rest_of(request())
@@ -162,13 +167,13 @@ def test_tokens_travel_beside_the_text() -> None:
 
 
 def test_a_text_drawn_with_a_seed_is_drawn_again_from_the_start() -> None:
-    sent = ResumableStream("again")
+    sent = resumable("again")
     sent.add(piece(text("a")))
     assert sent.rest_of(request(seed=1)).token_ids == b""
 
 
 def test_it_can_break_again() -> None:
-    sent = ResumableStream("tokens")
+    sent = resumable()
     sent.add(piece(text("a"), ids_of(1)))
     sent.rest_of(request())
     sent.go_on("tokens")
@@ -195,25 +200,25 @@ def test_it_can_break_again() -> None:
     ],
 )
 def test_an_answer_that_is_not_one_text_does_not_go_on(body: JSON) -> None:
-    sent = ResumableStream("tokens")
+    sent = resumable()
     with pytest.raises(UnresumableError):
         sent.rest_of(request(**body))
 
 
 @pytest.mark.parametrize("prompt", ["a", ["a"], [1, 2], [[1, 2]]])
 def test_one_prompt_has_many_shapes(prompt: object) -> None:
-    sent = ResumableStream("tokens")
+    sent = resumable()
     sent.add(piece(text("a")))
     assert sent.rest_of(request(prompt=prompt)).resumes
 
 
 def test_parameters_may_forbid_it() -> None:
     with pytest.raises(UnresumableError, match="parameters"):
-        ResumableStream("").rest_of(request())
+        resumable("").rest_of(request())
 
 
 def test_the_kept_pieces_are_bounded() -> None:
-    sent = ResumableStream("tokens")
+    sent = resumable()
     for _ in range(3):
         sent.add(piece(b"x" * (MAX_KEPT_BYTES // 2)))
     with pytest.raises(UnresumableError, match="long"):
@@ -227,13 +232,13 @@ def test_comments_between_events_are_passed_over() -> None:
 
 @pytest.mark.parametrize("value", [None, False, [], {}])
 def test_a_field_that_asks_for_nothing_does_not_keep_a_stream_from_going_on(value: object) -> None:
-    sent = ResumableStream("tokens")
+    sent = resumable()
     sent.add(piece(text("a")))
     assert sent.rest_of(request(logprobs=value, tools=value)).resumes
 
 
 def test_no_logprobs_beside_the_token_itself_are_logprobs_too() -> None:
-    sent = ResumableStream("tokens")
+    sent = resumable()
     sent.add(piece(text("a")))
     with pytest.raises(UnresumableError, match="logprobs"):
         sent.rest_of(request(logprobs=0))
