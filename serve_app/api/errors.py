@@ -175,7 +175,8 @@ async def _refuse_http(request: Request, error: Exception) -> Response:
     return response
 
 
-async def _fail(request: Request, error: Exception) -> Response:
+async def fault_response(request: Request, error: Exception) -> Response:
+    """Log a fault of the service with its stack; return its answer."""
     path = path_of(request.scope)
     logger.error(FAULT, request_id(request.scope["headers"]), path, exc_info=error)
     return error_response(internal_error(error), path)
@@ -184,7 +185,7 @@ async def _fail(request: Request, error: Exception) -> Response:
 EXCEPTION_HANDLERS: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
     RequestError: _refuse,
     HTTPException: _refuse_http,
-    Exception: _fail,
+    Exception: fault_response,
 }
 """Handlers of a Starlette application: errors have the shape of the route's API; faults are logged."""
 

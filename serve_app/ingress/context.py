@@ -5,9 +5,10 @@ from collections.abc import Collection, MutableMapping, Sequence
 from typing import Any
 
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_app.api.errors import RequestError, error_response, path_of
+from serve_app.api.errors import RequestError, error_response, fault_response, path_of
 from serve_app.api.headers import Headers
 from serve_app.api.scheduling import Scheduling, SchedulingFields, scheduling_of
 from serve_app.auth.key_store import OPEN, Caller, KeyStore
@@ -145,8 +146,6 @@ class RequestMiddleware:
             await self._tracked(scope, receive, observed)
         except BaseException as error:
             context.left = not isinstance(error, Exception)
-            # Starlette answers in front of this middleware.
-            context.status = context.status or (0 if context.left else 500)
             raise
         finally:
             self._tracker.close(context)
@@ -171,6 +170,13 @@ class RequestMiddleware:
             await self._app(scope, receive, WholeAnswer(send, context.body).send if whole else send)
         except TooLargeError as refused:
             await error_response(refused.error, path_of(scope))(scope, receive, send)
+        except Exception as error:
+            # `fault_response` logs the stack. Starlette's own handler is in front of this middleware, where
+            # an answer has no headers for other origins.
+            if context.status:
+                # The answer has begun: the connection breaks.
+                raise
+            await (await fault_response(Request(scope), error))(scope, receive, send)
         finally:
             context.body.give_back()
 

@@ -30,7 +30,7 @@ from serve_app.ingress.batches import Forward
 from serve_app.ingress.body import BodyBudget, look, read_body, weight
 from serve_app.ingress.context import RequestMiddleware, context_of
 from serve_app.ingress.models import ServedModels
-from serve_app.ingress.pages import page_routes
+from serve_app.ingress.pages import DOCS_HEADERS, page_routes
 from serve_app.ingress.relay import Relay, RelayResponse
 from serve_app.ingress.status import BATCHES, QUOTAS, Health, Status, Waker, deployment_stats
 from serve_app.ledger.callers import LostCalls
@@ -172,7 +172,7 @@ class Ingress:
     async def _describe(self, request: Request) -> Response:
         prefix: str = request.scope.get("root_path", "")
         if path_of(request.scope) == PAGE:
-            return HTMLResponse(await self._document.page(prefix))
+            return HTMLResponse(await self._document.page(prefix), headers=DOCS_HEADERS)
         return Response(await self._document.text(prefix), media_type="application/json")
 
     def _running(self, deployment: str) -> Callable[[], Awaitable[int]]:

@@ -1,5 +1,6 @@
 """The pages for people: `/` has the chat, batches, live figures and use of keys, `/docs` the API."""
 
+import base64
 import hashlib
 import json
 from collections.abc import Iterable
@@ -91,19 +92,29 @@ def wants_page(scope: Scope) -> bool:
     return "text/html" in request.headers.get("accept", "") and request.query_params.get("format") != "json"
 
 
+_STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+table { border-collapse: collapse; width: 100%; }
+td, th { text-align: left; vertical-align: top; padding: .2rem 1rem .2rem 0; overflow-wrap: anywhere; }
+section { border-top: 1px solid #8886; margin-top: 1.5rem; }
+p { white-space: pre-line; }
+@media (prefers-color-scheme: dark) { body { background: #16181c; color: #ddd; } a { color: #8ab4f8; } }
+"""
+
+DOCS_HEADERS = HEADERS | {
+    "content-security-policy": POLICY.replace(
+        "style-src 'self'",
+        f"style-src 'sha256-{base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()}'",
+    )
+}
+"""Headers of `/docs`, whose style is in its HTML."""
+
 _DOCS = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>saturate · API</title>
-<style>
-body {{ font: 15px/1.45 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }}
-table {{ border-collapse: collapse; width: 100%; }}
-td, th {{ text-align: left; vertical-align: top; padding: .2rem 1rem .2rem 0; overflow-wrap: anywhere; }}
-section {{ border-top: 1px solid #8886; margin-top: 1.5rem; }}
-p {{ white-space: pre-line; }}
-@media (prefers-color-scheme: dark) {{ body {{ background: #16181c; color: #ddd; }} a {{ color: #8ab4f8; }} }}
-</style>
+<style>{style}</style>
 <h1>API</h1>
 <p>The routes that this service serves, from <a href="openapi.json">openapi.json</a>.</p>
 <table>
@@ -152,7 +163,9 @@ def docs_page(document: JSON) -> str:
         f"<p>{escape(schema.get('description', ''))}</p>{_properties(schema) or _type(schema)}</section>"
         for name, schema in named.items()
     ]
-    return _DOCS.format(index="\n".join(index), operations="\n".join(operations), schemas="\n".join(schemas))
+    return _DOCS.format(
+        style=_STYLE, index="\n".join(index), operations="\n".join(operations), schemas="\n".join(schemas)
+    )
 
 
 def _properties(schema: JSON) -> str:

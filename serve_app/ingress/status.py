@@ -297,7 +297,8 @@ async def deployment_stats(
 
 
 def own_part(stats: JSON, caller: Caller | None) -> JSON:
-    """Return the statistics without the usage and the quotas of other keys and tenants.
+    """Return the statistics without the usage and the quotas of other keys and tenants, and without adapters
+    that the caller may not use.
 
     An administrator sees all, and so does a client of a service without keys.
 
@@ -312,6 +313,8 @@ def own_part(stats: JSON, caller: Caller | None) -> JSON:
         for replica in report["replicas"]:
             if usage := replica.get("usage"):
                 usage["tenants"] = _only(usage["tenants"], {key.tenant})
+            if caller.models is not None and (adapters := replica.get("adapters")):
+                replica["adapters"] = [one for one in adapters if one["id"] in caller.models]
     if limits := stats.get("quotas", {}).get("limits"):
         stats["quotas"]["limits"] = _only(limits, {key_subject(key.name), tenant_subject(key.tenant)})
     return stats

@@ -185,8 +185,8 @@ class Adapters:
             RequestError: 404, the adapter isn't served (any more).
         """
         if (request := self.requests.get(id)) is None:
-            there = ", ".join([self._settings.id, *self.requests])
-            message = f"The model {id!r} does not exist; served here: {there}"
+            # No list: the API key of the request may not use all adapters.
+            message = f"The model {id!r} does not exist; GET /v1/models lists those that do"
             raise RequestError(404, "not_found_error", message, param="model")
         return request
 

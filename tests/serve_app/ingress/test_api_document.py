@@ -1,6 +1,8 @@
 """The OpenAPI document of the routes that are served, its page, and the versions."""
 
+import base64
 import copy
+import hashlib
 import importlib.metadata
 import json
 import re
@@ -308,6 +310,12 @@ async def test_the_page_shows_the_document_and_loads_nothing(
     site = full(tmp_path, health)
     response = await site.http.get("/docs")
     assert response.headers["content-type"] == "text/html; charset=utf-8"
+    (style,) = re.findall(r"<style>(.*)</style>", response.text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    policy = response.headers["content-security-policy"].split("; ")
+    assert {"default-src 'none'", f"style-src 'sha256-{digest}'", "frame-ancestors 'none'"} <= set(policy)
+    assert response.headers["x-content-type-options"] == "nosniff"
+    assert response.headers["referrer-policy"] == "no-referrer"
     reader = Reader(response.text)
     assert reader.open == []
     assert not re.search(r"\bsrc=|<script|<link|@import|url\(", response.text)

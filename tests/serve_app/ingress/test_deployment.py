@@ -928,19 +928,25 @@ async def test_a_service_tier_of_anthropic_is_the_default() -> None:
         )
 
 
-async def test_pages_of_allowed_origins_may_call_and_no_others() -> None:
+async def test_pages_of_allowed_origins_may_call_and_no_others(health: dict[str, ModelState]) -> None:
     origin = "https://chat.example.com"
     preflight = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
-    engines = {"demo": Engine(echo)}
+    health["demo"] = ModelState(1, False, "")
+    # Its statistics are none, which is a fault on `/v1/models`.
+    engines = {"demo": Engine(echo, stats=[5])}
     for allowed in ([], [origin]):
-        transport = httpx.ASGITransport(application(engines, allow_origins=allowed))
+        app = application(engines, allow_origins=allowed)
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://saturate") as client:
             for asked in (origin, "https://other.example.com"):
                 expected = asked if asked in allowed else None
                 response = await client.options(CHAT, headers={"origin": asked} | preflight)
                 assert response.headers.get("access-control-allow-origin") == expected
-                response = await client.post(CHAT, json={}, headers={"origin": asked})
-                assert response.headers.get("access-control-allow-origin") == expected
+                for path, status in ((CHAT, 200), ("/v1/models", 500), ("/v1/no", 404)):
+                    method = "GET" if path == "/v1/models" else "POST"
+                    response = await client.request(method, path, json={}, headers={"origin": asked})
+                    assert response.status_code == status
+                    assert response.headers.get("access-control-allow-origin") == expected
 
 
 async def test_a_model_has_its_context_once_a_replica_has_told_it(health: dict[str, ModelState]) -> None:

@@ -150,7 +150,11 @@ def stats() -> JSON:
         "models": {
             "demo": {
                 "replicas": [
-                    {"replica": "a", "usage": {"tenants": {"research": {"calls": 1}, "sales": {"calls": 2}}}}
+                    {
+                        "replica": "a",
+                        "usage": {"tenants": {"research": {"calls": 1}, "sales": {"calls": 2}}},
+                        "adapters": [{"id": "sql", "root": "s3://a"}, {"id": "secret", "root": "s3://b"}],
+                    }
                 ]
             },
             "none": {"replicas": [], "error": "no answer"},
@@ -168,6 +172,16 @@ def test_a_key_sees_its_own_usage_and_limits() -> None:
     assert set(replica["usage"]["tenants"]) == {"research"}
     assert set(found["quotas"]["limits"]) == {"key ada", "tenant research"}
     assert found["quotas"]["holders"] == 2
+
+
+@pytest.mark.parametrize(
+    ("models", "adapters"),
+    [(None, ["sql", "secret"]), (["demo", "sql"], ["sql"]), (["demo"], [])],
+)
+def test_a_key_sees_the_adapters_that_it_may_use(models: list[str] | None, adapters: list[str]) -> None:
+    found = own_part(stats(), caller("ada", models=models))
+    (replica,) = found["models"]["demo"]["replicas"]
+    assert [adapter["id"] for adapter in replica["adapters"]] == adapters
 
 
 @pytest.mark.parametrize("who", [None, caller("root", admin=True)])
