@@ -48,7 +48,8 @@ from serve_app.system import cancellation
 logger = logging.getLogger("ray.serve")
 
 TRIES = 4
-"""Most engines that one request may meet, with engines that stop in good order or never take the request."""
+"""Most engines that one request may meet after a loss, with engines that stop in good order or never take the
+request."""
 
 BACKOFF_S = 0.15
 """Mean seconds before the second try; they double with each. A replica that dies is gone by then."""
@@ -400,6 +401,7 @@ class Losses:
     def __init__(self) -> None:
         self.count = 0
         self._engines: set[str] = set()
+        self._refused = 0
 
     def add(self, error: Exception, engine: str | None = None) -> bool:
         """Return whether a call failed since its engine was lost while it had the request, and count it.
@@ -418,12 +420,25 @@ class Losses:
             self.count += 1
         if engine is not None:
             self._engines.add(engine)
+        self._refused = 0
         if self.count >= MAX_LOST:
             logger.error(
                 "%d engines were lost with the same request; it is not sent on: %r", self.count, error
             )
             raise PoisonError
         return True
+
+    def refused(self) -> bool:
+        """Return whether a 503 may come from the engine that was lost, whose process takes a second to end.
+
+        The request is tried again then, since a caller that gets the 503 would count its losses from 0.
+        """
+        self._refused += 1
+        return self.count > 0 and self._refused < TRIES
+
+    async def back_off(self) -> None:
+        """Wait before the next try, after a loss or a 503."""
+        await back_off(1 + self._refused)
 
 
 # The answer
@@ -619,13 +634,14 @@ class RelayResponse(Response):
             logger.info("an engine failed behind its answer: %r", error)
 
     def _note_loss(self, error: Exception) -> None:
-        """Count an engine that was lost while it had the request.
+        """Count an engine that was lost while it had the request. The other tries are counted from there.
 
         Raises:
             PoisonError: The request may be the cause.
         """
         assert self._call is not None
-        self._losses.add(error, self._call.engine)
+        if self._losses.add(error, self._call.engine):
+            self._tried = 1
 
     def _log(self, event: str, error: Exception) -> None:
         """Log a failure: one of an engine or a limit in a line, any other one with its stack."""

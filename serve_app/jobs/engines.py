@@ -5,7 +5,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,12 +24,11 @@ from serve_app.ingress.body import look
 from serve_app.ingress.models import ServedModels
 from serve_app.ingress.relay import (
     MAX_LOST,
-    PoisonError,
+    EngineCall,
+    Losses,
     Relay,
-    back_off,
     died_with_it,
     is_expected,
-    ran_there,
     unavailable,
 )
 from serve_app.ingress.status import Health, Waker, replica_stats
@@ -124,13 +123,15 @@ class EngineClient:
             self._asked[model] -= 1
 
     async def _send(self, model: str, request: RelayRequest) -> RowAnswer:
-        lost = 0
+        losses = Losses()
         while True:
+            call = None
             try:
-                if lost < MAX_LOST - 1:
-                    return await self._ask(model, request)
-                async with self._suspects[model]:
-                    return await self._ask(model, request)
+                async with self._suspects[model] if losses.count == MAX_LOST - 1 else nullcontext():
+                    call = self._relays[model].ask(request)
+                    answer = await self._read(call)
+                if answer.status != 503 or not losses.refused():
+                    return answer
             except RequestError:
                 raise
             except Exception as error:
@@ -140,12 +141,9 @@ class EngineClient:
                     logger.error("batches: a row for %s failed by a fault", model, exc_info=error)
                 if self._lost is not None and died_with_it(error):
                     self._lost.add(model, request)
-                if not ran_there(error):
+                if not losses.add(error, call.engine if call else None):
                     raise unavailable(error) from error
-                lost += 1
-                if lost >= MAX_LOST:
-                    raise PoisonError from error
-                await back_off(lost)
+            await losses.back_off()
 
     def base_of(self, model: str) -> str | None:
         """Return the model whose engines run a model or an adapter; None: it isn't served now."""
@@ -195,13 +193,12 @@ class EngineClient:
         )
         return base, request
 
-    async def _ask(self, model: str, request: RelayRequest) -> RowAnswer:
-        """Send a request to one Engine and return its answer.
+    async def _read(self, call: EngineCall) -> RowAnswer:
+        """Return the answer of an Engine.
 
         Raises:
             QuotaError: A quota has nothing left for the request now.
         """
-        call = self._relays[model].ask(request)
         head: Head | None = None
         pieces = []
         complete = False

@@ -86,7 +86,7 @@ class HandleClient:
         Raises:
             RequestError: The call failed.
         """
-        from serve_app.ingress.relay import Losses, back_off
+        from serve_app.ingress.relay import Losses
 
         losses = Losses()
         while True:
@@ -95,7 +95,10 @@ class HandleClient:
             except EngineLostError as error:
                 if not losses.add(error):
                     raise
-                await back_off(losses.count)
+            except RequestError as error:
+                if error.status != 503 or not losses.refused():
+                    raise
+            await losses.back_off()
 
     async def replicas(self) -> list[ReplicaStats] | None:
         """Return the statistics of the Engine's replicas; None if unavailable."""

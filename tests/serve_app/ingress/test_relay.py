@@ -228,6 +228,17 @@ async def test_a_503_that_no_other_engine_can_better_is_not_tried_again(error: R
 
 
 @virtual
+async def test_an_engine_that_dies_refuses_for_a_while_and_its_loss_is_not_forgotten() -> None:
+    """With one replica, or since the dying one has the shortest queue."""
+    scripts: list[Script] = [[DEAD], [STOPS], [STOPS]]
+    engines = Engines([*scripts, *scripts, [DEAD], [ANSWER]])
+    received = await reply(engines)
+    assert (received.status, len(engines.asked)) == (500, 7)
+    assert received.headers[b"x-should-retry"] == b"false"
+    assert (await reply(Engines([*scripts, *scripts, [ANSWER]]))).status == 200
+
+
+@virtual
 async def test_the_last_refusal_is_the_answer() -> None:
     received = await reply(Engines([[STOPS]]))
     assert received.status == 503

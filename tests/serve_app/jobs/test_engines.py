@@ -13,7 +13,7 @@ from pydantic_core import from_json
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import ReplicaUnavailableError
 
-from serve_app.api.errors import EngineLostError, RequestError
+from serve_app.api.errors import EngineLostError, RequestError, engine_failed
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import TIER_PRIORITY, Scheduling
 from serve_app.auth.key_store import KeyStore
@@ -215,15 +215,27 @@ async def test_generate_needs_no_model_where_one_is_served() -> None:
 
 
 class Dying:
-    """Engines of which the first ones die of every row."""
+    """Engines of which the first ones die of every row.
 
-    def __init__(self, deaths: int) -> None:
+    Args:
+        deaths: Engines that die.
+        refusals: Rows that each of them refuses before its process ends.
+    """
+
+    def __init__(self, deaths: int, refusals: int = 0) -> None:
         self.left = deaths
+        self.refusals = refusals
+        self.refuses = 0
         self.running = self.most = 0
 
     async def __call__(self, request: RelayRequest) -> AsyncGenerator[bytes, None]:
+        if self.refuses:
+            self.refuses -= 1
+            yield pack_error(engine_failed())
+            return
         if self.left > 0:
             self.left -= 1
+            self.refuses = self.refusals
             raise EngineLostError
         self.running += 1
         self.most = max(self.most, self.running)
@@ -232,15 +244,18 @@ class Dying:
         yield complete(PLAIN, b"{}")
 
 
-async def test_a_row_survives_two_engines_and_no_third(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("refusals", [0, 3])
+async def test_a_row_survives_two_engines_and_no_third(
+    refusals: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(relay, "BACKOFF_S", 0.0)
-    engine = Engine(Dying(2))
+    engine = Engine(Dying(2, refusals))
     assert (await client_of({"demo": engine}).send(CHAT, BODY, ANNA)).status == 200
-    assert len(engine.requests) == 3
-    engine = Engine(Dying(3))
+    assert len(engine.requests) == 3 + 2 * refusals
+    engine = Engine(Dying(3, refusals))
     with pytest.raises(PoisonError):
         await client_of({"demo": engine}).send(CHAT, BODY, ANNA)
-    assert len(engine.requests) == 3
+    assert len(engine.requests) == 3 + 2 * refusals
 
 
 async def test_rows_that_lost_two_engines_run_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,6 +265,12 @@ async def test_rows_that_lost_two_engines_run_one_at_a_time(monkeypatch: pytest.
     answers = await asyncio.gather(*(client.send(CHAT, BODY, ANNA) for _ in range(5)))
     assert [found.status for found in answers] == [200] * 5
     assert dying.most == 1
+    # A suspect that waits holds up no suspect of another model.
+    client = client_of({"demo": Engine(Stuck(2)), "other": Engine(Dying(2))})
+    async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
+        waiting = group.create_task(client.send(CHAT, BODY, ANNA))
+        assert (await client.send(CHAT, BODY | {"model": "other"}, ANNA)).status == 200
+        waiting.cancel()
 
 
 @pytest.mark.parametrize(
@@ -268,9 +289,15 @@ async def test_an_error_of_the_handle_becomes_one_that_is_tried_again(
 
 
 class Stuck:
-    """An engine that doesn't answer."""
+    """Engines of which the first ones die, and the next one doesn't answer."""
+
+    def __init__(self, deaths: int = 0) -> None:
+        self.left = deaths
 
     async def __call__(self, request: RelayRequest) -> AsyncGenerator[bytes, None]:
+        if self.left > 0:
+            self.left -= 1
+            raise EngineLostError
         await asyncio.Event().wait()
         yield b""
 

@@ -7,7 +7,7 @@ import pytest
 from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError
 
-from serve_app.api.errors import EngineLostError, RequestError
+from serve_app.api.errors import EngineLostError, RequestError, engine_failed
 from serve_app.api.scheduling import Scheduling
 from serve_app.jobs.errors import RunError
 from serve_app.jobs.handle import HandleClient
@@ -64,8 +64,11 @@ async def test_an_error_of_the_handle_has_a_status(handle: Handle, error: Except
 async def test_a_row_that_three_engines_are_lost_with_is_final(handle: Handle, error: Exception) -> None:
     call = send()
     async with asyncio.timeout(STILL_S):
-        for _ in range(3):
+        for loss in range(3):
             (await handle.asked.get()).future.set_exception(error)
+            if loss < 2:
+                # The replica that dies answers until its process ends.
+                (await handle.asked.get()).future.set_exception(engine_failed())
         with pytest.raises(RequestError, match="3 engines failed one after the other") as caught:
             await call
     assert caught.value.final
