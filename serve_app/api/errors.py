@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
@@ -64,6 +65,7 @@ class RequestError(Exception):
         param: The field that is wrong.
         retry_after_s: Seconds after which another try is likely to succeed.
         final: A retry of the same request is useless, although the status suggests a retry.
+        code: OpenAI's code of the error, by which clients tell it from others; None: the status.
     """
 
     def __init__(
@@ -75,14 +77,16 @@ class RequestError(Exception):
         param: str | None = None,
         retry_after_s: float | None = None,
         final: bool = False,
+        code: str | None = None,
     ) -> None:
-        super().__init__(status, type, message, param, retry_after_s, final)
+        super().__init__(status, type, message, param, retry_after_s, final, code)
         self.status = status
         self.type = type
         self.message = message
         self.param = param
         self.retry_after_s = retry_after_s
         self.final = final
+        self.code = code
 
     def __str__(self) -> str:
         return self.message
@@ -93,11 +97,12 @@ class RequestError(Exception):
     def at(self, param: str) -> "RequestError":
         """Return the same error, attributed to the part of the request that `param` names."""
         message = f"{param}: {self.message}"
-        return _rebuild(self.status, self.type, message, param, self.retry_after_s, self.final)
+        return _rebuild(self.status, self.type, message, param, self.retry_after_s, self.final, self.code)
 
     def body(self) -> dict[str, Any]:
         """Return the error as JSON in the shape of OpenAI's API."""
-        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.status}
+        code = self.code or self.status
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": code}
         if self.final:
             # Once an answer has begun, a header is too late.
             error["should_retry"] = False
@@ -141,8 +146,50 @@ def _rebuild(
     param: str | None,
     retry_after_s: float | None,
     final: bool,
+    code: str | None = None,
 ) -> RequestError:
-    return RequestError(status, type, message, param=param, retry_after_s=retry_after_s, final=final)
+    return RequestError(
+        status, type, message, param=param, retry_after_s=retry_after_s, final=final, code=code
+    )
+
+
+_TYPES: dict[int, ErrorType] = {
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "service_unavailable",
+}
+
+
+def type_of(status: int) -> ErrorType:
+    """Return the type of an error that is known by its status alone."""
+    return _TYPES.get(status, "internal_error" if status >= 500 else "invalid_request_error")
+
+
+_OVERFLOW = re.compile(
+    r"maximum context length|prompt length \d+ exceeds the max_model_len|maximum model length of"
+)
+"""Words of vLLM about a prompt that is too long."""
+
+CONTEXT = "maximum context length"
+"""Words by which clients take an error for such a prompt."""
+
+
+def vllm_error(status: int, message: str, param: str | None = None) -> RequestError:
+    """Return an error of vLLM's application in the words of this service.
+
+    Args:
+        status: The HTTP status.
+        message: vLLM's reason.
+        param: The field that vLLM names.
+    """
+    if status >= 500 or not _OVERFLOW.search(message):
+        return RequestError(status, type_of(status), message, param=param)
+    if CONTEXT not in message:
+        message = f"This model's {CONTEXT} is exceeded. {message}"
+    # vLLM has names here that are no fields, such as `input_tokens`.
+    return RequestError(status, type_of(status), message, code="context_length_exceeded")
 
 
 def error_body(error: RequestError, path: str) -> dict[str, Any]:
@@ -168,9 +215,9 @@ async def _refuse(request: Request, error: Exception) -> Response:
 
 async def _refuse_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    type: ErrorType = "not_found_error" if error.status_code == 404 else "invalid_request_error"
     message = f"{request.method} {request.url.path}: {error.detail}"
-    response = error_response(RequestError(error.status_code, type, message), path_of(request.scope))
+    refusal = RequestError(error.status_code, type_of(error.status_code), message)
+    response = error_response(refusal, path_of(request.scope))
     response.headers.update(error.headers or {})
     return response
 

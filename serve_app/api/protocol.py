@@ -16,6 +16,9 @@ BodyT = TypeVar("BodyT", bound=BaseModel)
 MAX_NAME = 1_000
 """Most characters of the path of a field that errors quote."""
 
+MAX_SALT = 256
+"""Most characters of a `cache_salt`: it is in the hash of a prompt's first block."""
+
 LISTED = "GET /docs lists the fields of each route"
 
 Probability = Annotated[float, Field(strict=True, gt=0, le=1)]
@@ -60,6 +63,7 @@ class GenerateRequest(SamplingFields, SchedulingFields):
             which pass through the model's chat template. Chats have the limits of prompts.
         task_id: Returned unchanged, so that a client can tell its calls apart.
         model: Id of the model; optional where only one model is served.
+        cache_salt: Prompts share the prefix cache only with prompts of the same salt.
         details: Also return the finish reason and the token counts of each prompt.
         partial: Return a prompt that can't be served as an entry of `errors`, instead of failing
             the whole call.
@@ -71,6 +75,7 @@ class GenerateRequest(SamplingFields, SchedulingFields):
     )
     task_id: str | None = None
     model: str | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT)] | None = None
     details: Flag = False
     partial: Flag = False
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp
 
-from serve_app.api.errors import ANTHROPIC, FAULT, RequestError, engine_failed, internal_error
+from serve_app.api.errors import FAULT, RequestError, engine_failed, internal_error, vllm_error
 from serve_app.api.headers import request_id
 from serve_app.engine.job import Job, set_current
 from serve_app.relay.asgi import run_app
@@ -84,9 +84,12 @@ class OpenAI:
                         if self._engine.died:
                             yield LOST
                             return
-                        message = _in_shape(message, request.path)
+                        if job.failure is None:
+                            message = _in_shape(message, request.path)
                         head = unpack(message).head
                         streams = head is not None and head.is_event_stream
+                        if head is not None and head.status >= 500:
+                            usage.outcome = "failed"
                     yield message
         except Exception as error:
             # Logged with its stack below.
@@ -95,8 +98,8 @@ class OpenAI:
                 # The connection breaks: the client can't take what it has for the whole.
                 raise
             failure = job.failure or internal_error(error)
+            usage.outcome = "failed"
             if answered:
-                usage.outcome = "failed"
                 yield pack(body=error_event(failure, request.path), usage=usage)
             else:
                 yield pack_error(failure, request.path, usage)
@@ -109,18 +112,17 @@ class OpenAI:
 
 
 def _in_shape(message: bytes, path: str) -> bytes:
-    """Return the first message of an answer, an error of Anthropic's routes in their shape.
+    """Return the first message of an answer of vLLM's application; an error in the shape of its route.
 
-    vLLM gives OpenAI's to those that it finds while it validates a body, and types of its own to the others.
+    vLLM has types of its own for most errors, and OpenAI's shape on Anthropic's routes too.
     """
-    if not path.startswith(ANTHROPIC):
-        return message
     head, body, _, usage, _ = unpack(message)
     if head is None or head.status < 400 or usage is None or any(name in OWN for name, _ in head.headers):
         return message
+    reason, param = "vLLM gives no reason", None
     try:
         error = json.loads(body)["error"]
-        reason = str(error["message"])
+        reason, param = str(error["message"]), error.get("param")
     except (ValueError, LookupError, TypeError):
-        reason = "vLLM gives no reason"
-    return pack_error(RequestError(head.status, "invalid_request_error", reason), path, usage)
+        pass
+    return pack_error(vllm_error(head.status, reason, param), path, usage)

@@ -45,7 +45,10 @@ ERROR: JSON = {
                 "message": {"type": "string"},
                 "type": {"type": "string"},
                 "param": {"type": ["string", "null"], "description": "The field that is wrong."},
-                "code": {"type": "integer", "description": "The status."},
+                "code": {
+                    "type": ["integer", "string"],
+                    "description": "The status; `context_length_exceeded`: the prompt is too long.",
+                },
             },
             "required": ["message", "type", "param", "code"],
         }

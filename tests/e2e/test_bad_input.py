@@ -5,7 +5,8 @@ import json
 import httpx
 import pytest
 
-CHAT = {"model": "demo", "messages": [{"role": "user", "content": "What is 1+1?"}]}
+MESSAGES = [{"role": "user", "content": "What is 1+1?"}]
+CHAT = {"model": "demo", "messages": MESSAGES}
 
 
 def error(response: httpx.Response, status: int) -> tuple[str, str | None]:
@@ -114,8 +115,23 @@ def test_no_such_path_or_method(http: httpx.Client) -> None:
     ],
 )
 def test_a_wrong_chat_request_is_a_400(http: httpx.Client, change: dict[str, object]) -> None:
-    message, _ = error(http.post("/v1/chat/completions", json=CHAT | change), 400)
+    response = http.post("/v1/chat/completions", json=CHAT | change)
+    message, param = error(response, 400)
     assert message
+    assert param is None or "body" not in param
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_text_that_is_empty_or_fills_the_context_is_named(http: httpx.Client) -> None:
+    body = {"model": "demo", "prompt": ["a", ""], "max_tokens": 1}
+    message, param = error(http.post("/v1/completions", json=body), 400)
+    assert (message, param) == ("prompt[1]: the text is empty", "prompt[1]")
+    counted = http.post("/v1/messages/count_tokens", json=CHAT).json()["input_tokens"]
+    content = MESSAGES[0]["content"] + "1" * (2048 - counted)
+    body = CHAT | {"messages": [{"role": "user", "content": content}]}
+    response = http.post("/v1/chat/completions", json=body)
+    assert "maximum context length" in error(response, 400)[0]
+    assert response.json()["error"]["code"] == "context_length_exceeded"
 
 
 def test_a_refusal_of_a_stream_comes_before_the_stream(http: httpx.Client) -> None:
@@ -148,8 +164,6 @@ SCHEMAS: list[tuple[dict[str, object], str]] = [
     (CYCLE, "leads to itself"),
 ]
 """Schemas that xgrammar doesn't compile, and its reasons."""
-
-MESSAGES = CHAT["messages"]
 
 
 def with_schema(path: str, schema: object) -> dict[str, object]:

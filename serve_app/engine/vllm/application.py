@@ -10,10 +10,13 @@ from typing import Any
 
 import vllm
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from prometheus_fastapi_instrumentator.middleware import PrometheusInstrumentatorMiddleware
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
@@ -22,8 +25,10 @@ from vllm.entrypoints.serve.exception_handling.handlers.exception import excepti
 from vllm.entrypoints.serve.exception_handling.handlers.http import http_exception_handler
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
 from serve_app.api.routes import CLASSIFY, EMBEDDINGS, GENERATE, MOVED, OPENAI, SCORE, TOKENIZING
+from serve_app.api.validation import mistake
 from serve_app.engine.vllm.client import GatedLLM
 from serve_app.engine.vllm.refusal import answer_faults
 from serve_app.engine.vllm.workarounds import run_beam_searches, score_beside_the_loop
@@ -92,6 +97,15 @@ async def _first_wrong(body: bytes) -> bytes:
     return body
 
 
+async def refuse_body(_: Request, error: Exception) -> Response:
+    """Answer a body that vLLM's application can't validate: 400, with the field and the reason."""
+    assert isinstance(error, RequestValidationError)
+    errors = [each | {"loc": each["loc"][1:]} for each in error.errors()]
+    param, message = mistake(errors, error.body)
+    refusal = RequestError(400, "invalid_request_error", message, param=param or None)
+    return JSONResponse(refusal.body(), refusal.status)
+
+
 HOT = {"/v1/chat/completions", "/v1/completions"}
 """The most frequent routes."""
 
@@ -118,6 +132,7 @@ async def build_application(llm: GatedLLM, args: Any) -> tuple[FastAPI, set[str]
     answer_faults()
     # vLLM gives its own errors OpenAI's shape, but not those of the router: no such path or method.
     app.exception_handler(HTTPException)(http_exception_handler)
+    app.exception_handler(RequestValidationError)(refuse_body)
     for kind in (EngineGenerateError, EngineDeadError):
         # vLLM's own handler of these ends the server that runs the application; here there is none.
         app.exception_handler(kind)(exception_handler)

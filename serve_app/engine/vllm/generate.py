@@ -27,15 +27,16 @@ from serve_app.api.protocol import (
     Detail,
     GenerateRequest,
     GenerateResponse,
-    SamplingFields,
     Usage,
 )
+from serve_app.api.validation import mistake
 from serve_app.engine.batch_call import RECORDS_PER_TURN, BatchCall
 from serve_app.engine.door import refusal_of
 from serve_app.engine.job import Job, set_current
 from serve_app.engine.vllm.client import GatedLLM
 from serve_app.engine.vllm.lora import Adapters
-from serve_app.engine.vllm.refusal import is_fault
+from serve_app.engine.vllm.refusal import is_fault, reason_of
+from serve_app.engine.vllm.sampler_bounds import oversize
 
 logger = logging.getLogger("ray.serve")
 
@@ -56,10 +57,12 @@ class Sampling:
     Attributes:
         params: vLLM's parameters.
         may_shorten: `max_tokens` is a default, which a long prompt may reduce.
+        salt: Salt of the prefix cache.
     """
 
     params: SamplingParams
     may_shorten: bool
+    salt: str | None
 
 
 class Texts:
@@ -111,7 +114,10 @@ class Texts:
         """Return why a text can't be tokenized; None: it can."""
         # The tokens of a text take hundreds of times its memory: a text that can't fit isn't tokenized.
         if len(text) > self._context * self._tokenizer.max_chars_per_token:
-            message = f"the prompt has {len(text)} characters; this model takes {self._context - 1} tokens"
+            message = (
+                f"the prompt has {len(text)} characters; this model's maximum context length of "
+                f"{self._context} takes {self._context - 1} tokens"
+            )
             return RequestError(400, "invalid_request_error", message)
         try:
             text.encode()
@@ -205,20 +211,29 @@ class GenerateCalls:
             response.errors = call.errors
         return response
 
-    def _sampling(self, fields: SamplingFields) -> Sampling:
+    def _sampling(self, fields: GenerateRequest) -> Sampling:
         """Return sampling parameters: `fields`, then the config's, then the model's own defaults.
 
         Raises:
-            RequestError: 400, in vLLM's words.
+            RequestError: 400, in vLLM's words, with the field.
         """
         given = fields.sampling()
         try:
             params = SamplingParams(**(self._defaults | given), output_kind=RequestOutputKind.FINAL_ONLY)
+            # vLLM would refuse each prompt for them.
+            params.verify(self._llm.model_config, None, None, None)
         except (VLLMValidationError, ValueError, TypeError) as error:
             if is_fault(error):
                 raise
-            raise RequestError(400, "invalid_request_error", str(error)) from None
-        return Sampling(params, may_shorten="max_tokens" not in given)
+            reason = reason_of(error)
+            # The first field that the reason names is the wrong one.
+            names = sorted((name for name in given if name in reason), key=reason.index)
+            named = getattr(error, "parameter", None) or next(iter(names), None)
+            message = reason if named is None or reason.startswith(named) else f"{named}: {reason}"
+            raise RequestError(400, "invalid_request_error", message, param=named) from None
+        if refusal := oversize(params, self._llm.input_processor):
+            raise refusal
+        return Sampling(params, may_shorten="max_tokens" not in given, salt=fields.cache_salt)
 
     async def _complete(
         self, job: Job, slot: Slot, tokens: Callable[[], Awaitable[list[int]]], sampling: Sampling
@@ -246,7 +261,7 @@ class GenerateCalls:
             lora_request = self._adapters.lora_request(adapter) if adapter else None
             token_ids = await tokens()
             params = self._fit(len(token_ids), sampling)
-            output = await self._generate(job, slot, token_ids, params, lora_request)
+            output = await self._generate(job, slot, token_ids, params, lora_request, sampling.salt)
         except BatcherError as error:
             raise refusal_of(error) from None
         except BaseException as error:
@@ -262,7 +277,13 @@ class GenerateCalls:
         return output.text, detail
 
     async def _generate(
-        self, job: Job, slot: Slot, token_ids: list[int], params: SamplingParams, lora_request: Any
+        self,
+        job: Job,
+        slot: Slot,
+        token_ids: list[int],
+        params: SamplingParams,
+        lora_request: Any,
+        salt: str | None,
     ) -> Any:
         """Return vLLM's output for a prompt.
 
@@ -276,7 +297,7 @@ class GenerateCalls:
             self._llm.door.correct(slot, *self._llm.prepare(job, len(token_ids), params))
             # There is one result, the last; reading on ends the generator.
             async for result in self._llm.run(
-                job, slot, tokens_input(token_ids), params, request_id, **options
+                job, slot, tokens_input(token_ids, cache_salt=salt), params, request_id, **options
             ):
                 output = result.outputs[0]
         except RequestError:
@@ -309,7 +330,10 @@ class GenerateCalls:
         """
         limit = self._context
         if length >= limit:
-            message = f"the prompt has {length} tokens; this model takes {limit - 1} at most"
+            message = (
+                f"the prompt has {length} tokens; this model's maximum context length of {limit} takes "
+                f"{limit - 1} at most"
+            )
             raise RequestError(400, "invalid_request_error", message)
         if length == 0:
             raise RequestError(400, "invalid_request_error", "the prompt is empty")
@@ -322,7 +346,7 @@ class GenerateCalls:
             return shorter
         message = (
             f"the prompt's {length} tokens and max_tokens={params.max_tokens} exceed this model's "
-            f"context of {limit} tokens; lower max_tokens to {limit - length} or less"
+            f"maximum context length of {limit} tokens; lower max_tokens to {limit - length} or less"
         )
         raise RequestError(400, "invalid_request_error", message)
 
@@ -336,8 +360,8 @@ class GenerateCalls:
             # The same call as in vLLM's own chat route.
             rendered = await self._renderer.render_chat(ChatCompletionRequest(messages=messages))
         except ValidationError as error:
-            item = error.errors(include_url=False)[0]
-            raise RequestError(400, "invalid_request_error", str(item["msg"])) from None
+            _, message = mistake(error.errors(include_url=False), {"messages": messages})
+            raise RequestError(400, "invalid_request_error", message.removeprefix("messages")) from None
         except Exception as error:
             # The chat's fault has its reason in the answer; the service's goes on, to where it is logged.
             if is_fault(error):

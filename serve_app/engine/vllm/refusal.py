@@ -3,14 +3,17 @@
 The imports are those of vLLM 0.32.
 """
 
+import json
 import logging
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 
 from fastapi._compat import ModelField
 from jinja2 import TemplateError
+from pydantic import ValidationError
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import (
     GenerationError,
@@ -18,11 +21,13 @@ from vllm.exceptions import (
     RetryableRequestError,
     VLLMClientError,
     VLLMServerError,
+    VLLMValidationError,
 )
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from serve_app.api.errors import EngineAwayError, ErrorType, RequestError, internal_error
-from serve_app.engine.job import current
+from serve_app.api.errors import CONTEXT, EngineAwayError, RequestError, internal_error, vllm_error
+from serve_app.api.facts import PROMPT_LISTS
+from serve_app.engine.job import Job, current
 from serve_app.engine.vllm.workarounds import make_error_responses
 
 OWN = {"serve_app", "batcher"}
@@ -31,11 +36,17 @@ OWN = {"serve_app", "batcher"}
 BLAMED = (ValueError, TypeError, OverflowError, NotImplementedError, TemplateError)
 """Exceptions without a class of vLLM's that its application takes for the request's fault."""
 
+OF_REQUESTS = (VLLMClientError, GracefulHTTPError, EngineGenerateError)
+"""Classes of vLLM's for mistakes of a request, whenever they are found."""
+
 VALIDATES = (ModelField.__module__, "validate")
 """Module and function that validate the body of a request."""
 
 EXAMINES = {("vllm.v1.engine.input_processor", "process_inputs"), ("vllm.v1.serial_utils", "encode")}
 """Modules that read a request and pack it for the engine; they see nothing but the request."""
+
+EMPTY = "prompt cannot be empty"
+"""Words of vLLM's error about a text without tokens; it doesn't say which text of a list."""
 
 STARTED = "response already started"
 """Words of Starlette's error about an exception behind the head of an answer."""
@@ -118,15 +129,55 @@ def _failure(error: Exception, response: ErrorResponse) -> RequestError | None:
         # Grammars that vLLM can't compile are refused before.
         message = "The grammar of this request leaves no way on behind the text so far, and vLLM gave up."
         failure = RequestError(400, "invalid_request_error", message)
-    elif is_fault(error):
+    elif is_fault(error) or (job.usage.ran and not isinstance(error, OF_REQUESTS)):
+        # An answer that can't be made of the engine's output is no mistake of the request either.
         failure = internal_error(error.__cause__ or error)
         job.fault = job.fault or error
     else:
         status = response.error.code if response.error.code < 500 else HTTPStatus.BAD_REQUEST.value
-        type: ErrorType = "not_found_error" if status == 404 else "invalid_request_error"
-        failure = RequestError(status, type, response.error.message, param=response.error.param)
+        reason, param = _reason(error, response, job), response.error.param
+        if EMPTY in reason and (param := _empty_text(job.request.body)):
+            reason = f"{param}: the text is empty"
+        failure = vllm_error(status, reason, param)
     job.failure = failure
     return failure
+
+
+def _reason(error: Exception, response: ErrorResponse, job: Job) -> str:
+    """Return vLLM's reason for a refusal, as a sentence."""
+    if isinstance(error, ValidationError):
+        # vLLM has made a request of another one; the places are those in the other one.
+        item = error.errors(include_url=False)[0]
+        return ": ".join([*map(str, item["loc"][-1:]), item["msg"]])
+    filled = getattr(error, "parameter", None) == "max_tokens" and getattr(error, "value", None) == 0
+    if filled and job.facts.output != 1:
+        # The request states no length, and vLLM has computed the rest of the context.
+        return f"The prompt fills this model's {CONTEXT}, and no token is left for an answer; shorten it"
+    return reason_of(error, response.error.message)
+
+
+def _empty_text(body: bytes) -> str | None:
+    """Return the path of the first empty text in the lists of a body; None: there is none."""
+    with suppress(ValueError):
+        fields = json.loads(body)
+        for name in PROMPT_LISTS:
+            if isinstance(items := fields.get(name), list):
+                for index, item in enumerate(items):
+                    if item in ("", []):
+                        return f"{name}[{index}]"
+    return None
+
+
+def reason_of(error: Exception, text: str | None = None) -> str:
+    """Return the text of an exception, without the parameter that vLLM writes behind it.
+
+    Args:
+        error: The exception.
+        text: Its text, if that is known.
+    """
+    text = str(error) if text is None else text
+    behind = isinstance(error, VLLMValidationError) and error.parameter is not None
+    return text.rpartition(" (parameter=")[0] if behind else text
 
 
 def hide_refusals() -> None:

@@ -158,8 +158,7 @@ def bound_tokenizing(renderer: Any, most: int) -> None:
         text, limit = prompt["prompt"], params.max_total_tokens
         whole = params.truncate_prompt_tokens is None and limit is not None
         if whole and len(text) > PIECE_CHARS and exceeds(renderer.get_tokenizer(), text, limit):
-            message = f"This model's context has {limit} tokens, and the prompt has more; shorten it."
-            raise VLLMValidationError(message)
+            raise VLLMValidationError(f"{context_of(limit)}, and the prompt has more; shorten it.")
         return tokenize(prompt, params)
 
     async def tokenize_prompt(prompt: Any, params: Any) -> Any:
@@ -199,6 +198,11 @@ def bound_tokenizing(renderer: Any, most: int) -> None:
     renderer._tokenize_prompt = tokenize_counted
     renderer._tokenize_prompt_async = tokenize_prompt
     renderer._async_tokenizer_decode = decode_tokens
+
+
+def context_of(tokens: int) -> str:
+    """Return the beginning of vLLM's own error about a prompt that is too long: clients know its words."""
+    return f"This model's maximum context length is {tokens} tokens"
 
 
 def exceeds(tokenizer: Any, text: str, most: int) -> bool:
@@ -297,9 +301,7 @@ def score_beside_the_loop(state: Any, most: int) -> None:
                         f"{longest} at most; shorten it"
                     )
                 if not cut and len(text) > PIECE_CHARS and exceeds(tokenizer, text, most):
-                    raise VLLMValidationError(
-                        f"This model's context has {most} tokens, and a text has more; shorten it."
-                    )
+                    raise VLLMValidationError(f"{context_of(most)}, and a text has more; shorten it.")
         return processor.get_request_factory_online(ctx)
 
     # A thread that finds no free tokenizer copies one.

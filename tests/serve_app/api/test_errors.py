@@ -41,4 +41,5 @@ def test_an_error_of_a_part_names_the_part_and_keeps_the_rest() -> None:
         "param": "prompts[3]",
         "retry_after_s": 1.5,
         "final": False,
+        "code": None,
     }

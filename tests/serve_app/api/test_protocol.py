@@ -65,6 +65,7 @@ def test_json_text_and_the_object_it_stands_for_are_the_same_request() -> None:
         "prompts": ["a"],
         "task_id": "t",
         "model": "demo",
+        "cache_salt": "s",
         "details": True,
         "partial": True,
         "service_tier": "flex",

@@ -168,10 +168,12 @@ class Working:
     Attributes:
         seconds: Time that the engine takes.
         stays: It stays until its client has left.
+        status: Status of its answers.
         ended: Calls that have ended.
     """
 
-    def __init__(self, *, seconds: float = 0.0, stays: bool = False) -> None:
+    def __init__(self, *, seconds: float = 0.0, stays: bool = False, status: int = 200) -> None:
+        self.status = status
         self.seconds = seconds
         self.stays = stays
         self.ended = 0
@@ -184,7 +186,7 @@ class Working:
             own = job.usage.begin(slot, 10)
             own.count(FakeSequence(Tokens(10, 4, 3)))
             await asyncio.sleep(self.seconds)
-            await send({"type": "http.response.start", "status": 200, "headers": STREAM})
+            await send({"type": "http.response.start", "status": self.status, "headers": STREAM})
             await send({"type": "http.response.body", "body": b"data: a\n\n", "more_body": self.stays})
             if not self.stays:
                 own.end()
@@ -626,6 +628,15 @@ async def test_a_call_that_the_engine_ran_has_a_row_with_its_origin() -> None:
         assert (row.model, row.adapter) == ("demo", "demo:words")
         assert (row.prompt_tokens, row.cached_tokens, row.output_tokens) == (10, 4, 3)
         assert row.outcome == "ok"
+
+
+@virtual
+async def test_a_call_whose_answer_could_not_be_made_is_failed() -> None:
+    async with working(Working(status=500)) as served:
+        (piece,) = await served.pieces()
+        assert piece.head is not None
+        assert (piece.head.status, json.loads(piece.body)["error"]["type"]) == (500, "internal_error")
+        assert [(row.outcome, row.output_tokens) for row in served.rows()] == [("failed", 3)]
 
 
 @virtual

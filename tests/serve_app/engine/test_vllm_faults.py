@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from vllm.exceptions import VLLMValidationError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -21,9 +22,11 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from serve_app.engine.openai import OpenAI
 from serve_app.engine.stream_interval import StreamIntervals
+from serve_app.engine.vllm.stats import slot_usage
 from serve_app.relay.frame import KEEP_ALIVE, unpack
+from serve_app.relay.usage import Tokens
 from serve_app.settings.sources import DEMO_MODEL
-from tests.serve_app.engine.engine_doubles import REQUEST, PlayedEngine, Site, new_job
+from tests.serve_app.engine.engine_doubles import CONTEXT, REQUEST, PlayedEngine, Site, new_job
 from tests.serve_app.engine.pooling_application import Application
 
 MESSAGES = [{"role": "user", "content": "a"}]
@@ -48,6 +51,16 @@ def result(text: str = "", finish: str | None = None) -> RequestOutput:
     return RequestOutput("r", "a", [1], None, [part], finished=finish is not None)
 
 
+class Sampled:
+    """Stands for a sequence of the engine that has a token."""
+
+    def tokens(self) -> Tokens:
+        return Tokens(1, 0, 1)
+
+    def ended(self) -> bool:
+        return True
+
+
 class Service:
     """Answers requests through vLLM's application.
 
@@ -62,10 +75,13 @@ class Service:
 
     async def ask(self, path: str, stream: bool, **more: Any) -> tuple[int, str]:
         """Return the status and the body of the answer to a request."""
-        body = json.dumps({"model": "demo", "stream": stream} | BODIES[path] | more).encode()
+        body = json.dumps({"model": "demo", "stream": stream} | BODIES.get(path, {}) | more).encode()
         headers = [(b"content-type", b"application/json"), (b"x-request-id", b"mine")]
         request = replace(REQUEST, path=path, body=body, headers=headers)
-        job = new_job(request, facts={"runs": path != COUNT, "size": len(body)})
+        facts: dict[str, Any] = {"runs": path in BODIES and path != COUNT, "size": len(body)}
+        if (most := more.get("max_tokens")) is not None:
+            facts["output"] = max(1, most)
+        job = new_job(request, facts=facts)
         await self._site.door.admit(job)
         try:
             messages = self._openai.answer(job)
@@ -80,6 +96,8 @@ class Service:
     async def generate(self, *_: Any, **__: Any) -> AsyncGenerator[RequestOutput, None]:
         """Do as vLLM's own `generate`."""
         for each in self.script:
+            if isinstance(each, RequestOutput) and (usage := slot_usage.get()):
+                usage.count(Sampled())
             yield each if isinstance(each, RequestOutput) else each()
 
 
@@ -245,3 +263,81 @@ async def test_vllm_s_own_refusals_have_anthropic_s_shape(
     answered = json.loads(text)
     assert (answered["type"], answered["error"]["type"]) == ("error", "invalid_request_error")
     assert answered["error"]["message"]
+
+
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MISTAKES: list[tuple[str, dict[str, Any], str, str]] = [
+    (CHAT, {"temperature": "hot"}, "temperature", "Input should be a valid number, unable to parse"),
+    (CHAT, {"stop": 3}, "stop", "Input should be a valid string or a valid list"),
+    (CHAT, {"messages": "a"}, "messages", "Input should be a valid list"),
+    (CHAT, {"messages": [{"role": "user", "content": "a", "name": 5}]}, "messages[0].name", "valid string"),
+    (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "valid string or"),
+    (CHAT, {"tools": [{"type": "function"}]}, "tools[0].function", "required, but missing"),
+    (CHAT, {"top_p": 7}, "top_p", "top_p must be in (0, 1], got 7.0."),
+    (CHAT, {"response_format": {"type": "json_schema"}}, "response_format", "'json_schema' field must be"),
+    (COMPLETIONS, {"n": "x"}, "n", "Input should be a valid integer"),
+    (COMPLETIONS, {"prompt": {"a": 1}}, "prompt", "Input should be a valid"),
+    (COMPLETIONS, {"max_tokens": -1}, "max_tokens", "max_tokens must be at least 1, got -1."),
+    (RESPONSES, {"input": [{"role": "user", "content": 5}]}, "input[0].content", "Input should be a valid"),
+    (RESPONSES, {"metadata": {"a": 5}}, "metadata.a", "Input should be a valid string"),
+    ("/tokenize", {"messages": 5}, "messages", "Input should be a valid list"),
+    ("/detokenize", {"tokens": ["a"]}, "tokens[0]", "Input should be a valid integer"),
+]
+
+
+@pytest.mark.parametrize(("path", "wrong", "param", "reason"), MISTAKES, ids=str)
+async def test_a_wrong_body_is_refused_in_the_words_of_the_service(
+    service: Service, path: str, wrong: dict[str, Any], param: str, reason: str
+) -> None:
+    status, text = await service.ask(path, False, **wrong)
+    assert status == 400, text
+    error = error_of(text)
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, 400)
+    assert reason in error["message"]
+    for form in ("body.", "validation error", "'loc'", "parameter=", chr(10)):
+        assert form not in error["message"]
+
+
+async def test_a_prompt_that_fills_the_context_is_an_overflow_by_each_route(service: Service) -> None:
+    async def tokens(content: str) -> int:
+        said = [{"role": "user", "content": content}]
+        return int(json.loads((await service.ask(COUNT, False, messages=said))[1])["input_tokens"])
+
+    fits = CONTEXT - await tokens("")
+    assert await tokens("a" * fits) == CONTEXT
+    for more in (0, 1):
+        content = "a" * (fits + more)
+        for path, fields in (
+            (CHAT, {"messages": [{"role": "user", "content": content}]}),
+            (RESPONSES, {"input": content}),
+            (COMPLETIONS, {"prompt": [7] * (CONTEXT + more), "max_tokens": None}),
+        ):
+            status, text = await service.ask(path, False, **fields)
+            error = error_of(text)
+            assert (status, error["code"]) == (400, "context_length_exceeded"), (path, more, text)
+            assert (error["type"], error["param"]) == ("invalid_request_error", None)
+            assert "maximum context length" in error["message"]
+    # A length of 0 is the mistake of the request.
+    error = error_of((await service.ask(CHAT, False, max_tokens=0))[1])
+    assert (error["code"], error["param"]) == (400, "max_tokens")
+
+
+async def test_an_answer_that_can_not_be_made_is_a_fault_of_the_service(
+    service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    service.script = [result("a", finish="stop")]
+    # The Ingress drops null.
+    status, text = await service.ask(RESPONSES, False, truncation=None)
+    assert (status, error_of(text)["type"]) == (500, "internal_error")
+    assert stacks(caplog) == [ValidationError]
+
+
+def empty() -> None:
+    raise VLLMValidationError("The decoder prompt cannot be empty")
+
+
+@pytest.mark.parametrize("prompt", [["a", "", "b", ""], [[7], [], [8]]])
+async def test_an_empty_text_of_a_list_is_named_by_its_index(service: Service, prompt: list[Any]) -> None:
+    service.script = [empty]
+    error = error_of((await service.ask(COMPLETIONS, False, prompt=prompt))[1])
+    assert (error["param"], error["message"]) == ("prompt[1]", "prompt[1]: the text is empty")

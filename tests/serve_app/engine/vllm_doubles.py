@@ -154,7 +154,11 @@ def gated(script: Any, site: Site | None = None, *, by_priority: bool = False) -
     llm.by_priority = by_priority
     llm.max_prompt_logprobs = 100
     llm.model_config = SimpleNamespace(
-        max_model_len=CONTEXT, get_vocab_size=lambda: 1000, runner_type="generate"
+        max_model_len=CONTEXT,
+        get_vocab_size=lambda: 1000,
+        runner_type="generate",
+        max_logprobs=20,
+        is_diffusion=False,
     )
     llm.vllm_config = SimpleNamespace(
         cache_config=SimpleNamespace(block_size=BLOCK, num_gpu_blocks=9),

@@ -163,20 +163,45 @@ async def test_the_adapter_of_a_call_goes_to_the_engine_with_each_prompt() -> No
 # Mistakes of the request.
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": 1, "min_tokens": 5}, "min_tokens"),
+        ({"stop_token_ids": [5, 1_000]}, "stop_token_ids"),
+        ({"stop_token_ids": list(range(64)), "stop": ["x" * 20_000]}, "stop"),
+        ({"top_k": -1, "stop": [""]}, "stop"),
+    ],
+)
+@pytest.mark.parametrize("partial", [False, True])
 @virtual
-async def test_values_that_vllm_refuses_are_a_400_in_its_words() -> None:
+async def test_a_wrong_value_is_a_400_of_its_call_that_names_the_field(
+    fields: dict[str, Any], param: str, partial: bool
+) -> None:
     async with opened() as site:
-        error = await refused(site, answering(), prompts=["a"], max_tokens=1, min_tokens=5)
-        assert (error.status, "min_tokens" in error.message) == (400, True)
+        script = answering()
+        error = await refused(site, script, prompts=["a", "b"], partial=partial, **fields)
+        assert (error.status, error.param) == (400, param)
+        assert error.message.startswith(param)
+        assert "parameter=" not in error.message
+        assert script.calls == []
         site.check_free()
+
+
+@virtual
+async def test_the_salt_of_the_cache_goes_to_the_engine_with_each_prompt() -> None:
+    async with opened() as site:
+        script = answering()
+        await generate(site, script, prompts=["a", "b"], cache_salt="mine")
+        await generate(site, script, prompts=["a"])
+        assert [call["prompt"].get("cache_salt") for call in script.calls] == ["mine", "mine", None]
 
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
         ("", "empty"),
-        ("x" * CONTEXT, f"{CONTEXT} tokens"),
-        ("x" * 100_000, "100000 characters"),
+        ("x" * CONTEXT, f"{CONTEXT} tokens; this model's maximum context length"),
+        ("x" * 100_000, "100000 characters; this model's maximum context length"),
         # As in data sets that were cut between two halves of a character.
         ("x\ud83d", "surrogates not allowed at character 1"),
     ],
@@ -198,14 +223,6 @@ async def test_a_prompt_that_can_not_run_fails_its_call_or_is_an_error_beside_th
         assert response.usage.prompt_tokens == 2
         # The call is refused for any prompt of it.
         assert (await refused(site, script, prompts=["a", prompt])).param == "prompts[1]"
-        site.check_free()
-
-
-@virtual
-async def test_the_limit_of_a_prompt_is_beside_what_the_engine_takes() -> None:
-    async with opened() as site:
-        error = await refused(site, answering(), prompts=["a"], stop=["x" * 20_000])
-        assert (error.status, "stop" in error.message) == (400, True)
         site.check_free()
 
 

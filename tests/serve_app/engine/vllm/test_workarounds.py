@@ -301,7 +301,7 @@ async def test_a_text_that_is_longer_than_the_context_is_refused_in_pieces(on_th
         return renderer._tokenize_prompt(prompt, params)
 
     assert len((await tokenize(3 * PIECE_CHARS))["prompt_token_ids"]) == 3 * PIECE_CHARS
-    with pytest.raises(VLLMValidationError, match="context has 196608 tokens"):
+    with pytest.raises(VLLMValidationError, match="maximum context length is 196608 tokens"):
         await tokenize(4 * PIECE_CHARS)
     assert len(renderer.texts) == 1
 
