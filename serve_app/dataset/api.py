@@ -358,10 +358,13 @@ def _of_run(found: JSON, run: str) -> JSON | None:
     return None
 
 
-def _refusal(input: Path, batch: JSON) -> str:
-    errors = (batch["errors"] or {"data": []})["data"]
-    lines = [
-        f"  line {error['line']}: {error['message']}" if error["line"] else f"  {error['message']}"
-        for error in errors
+def errors_of(batch: JSON) -> list[str]:
+    """Return the errors of a batch, for people."""
+    return [
+        f"  line {error['line']}: {error['message']}" if error.get("line") else f"  {error['message']}"
+        for error in (batch["errors"] or {"data": []})["data"]
     ]
-    return f"{input}: the service refuses this file:\n" + "\n".join(lines)
+
+
+def _refusal(input: Path, batch: JSON) -> str:
+    return "\n".join([f"{input}: the service refuses this file:", *errors_of(batch)])

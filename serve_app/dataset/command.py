@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from serve_app.dataset.api import APIRun
+from serve_app.dataset.api import APIRun, errors_of
 from serve_app.dataset.errors import CommandError, DiskError
 from serve_app.dataset.formats import numbered
 from serve_app.dataset.options import (
@@ -102,10 +102,13 @@ def run_api(options: SimpleNamespace) -> int:
         return INTERRUPTED
     counts = batch["request_counts"]
     if not options.quiet:
-        print(f"{batch['status']}: {counts['completed']:,} of {counts['total']:,} rows are in {run.output}")
+        place = f"are in {run.output}" if batch["output_file_id"] else "have an answer; there is no output"
+        print(f"{batch['status']}: {counts['completed']:,} of {counts['total']:,} rows {place}")
         if counts["failed"]:
             print(f"{counts['failed']:,} rows have an error, in {run.errors}")
-    return SOME_FAILED if counts["failed"] else 0
+    for line in errors_of(batch):
+        print(line, file=sys.stderr)
+    return SOME_FAILED if counts["failed"] or batch["status"] != "completed" else 0
 
 
 class Session:

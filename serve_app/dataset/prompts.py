@@ -64,12 +64,18 @@ class Prompter:
                 # CSV and many Parquet files have messages as text.
                 with suppress(ValueError):
                     messages = from_json(messages)
+            messages = _without_nulls(messages)
             if not isinstance(messages, list) or not all(isinstance(item, dict) for item in messages):
                 raise RowError("invalid_row", f"{self._messages_column}: must be a list of messages")
             if not messages:
                 raise RowError("invalid_row", f"{self._messages_column}: no messages in it")
             if not _is_json(messages):
                 raise RowError("invalid_row", f"{self._messages_column}: has values that JSON doesn't have")
+            for number, message in enumerate(messages):
+                if "role" not in message:
+                    # As in ShareGPT's form, whose fields are from and value.
+                    field = f"{self._messages_column}[{number}].role"
+                    raise RowError("invalid_row", f"{field}: missing; its fields: {_columns(message)}")
             return messages
         text = self._text(values)
         if not self.chat:
@@ -103,7 +109,23 @@ class Prompter:
                 "columns with --template"
             )
             raise MissingColumnError("missing_column", message, fix)
-        return values[column]
+        return plain(values[column])
+
+
+def plain(value: Any) -> Any:
+    """Return a value with lists and numbers of Python in place of NumPy's, which JSON doesn't have."""
+    if isinstance(value, dict):
+        return {name: plain(part) for name, part in value.items()}
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    return [plain(part) for part in value] if isinstance(value, list) else value
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return messages without fields that are null: Arrow gives each message the fields of all messages."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def _columns(values: JSON) -> str:

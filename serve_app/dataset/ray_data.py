@@ -9,7 +9,7 @@ from serve_app.api.scheduling import ServiceTier
 from serve_app.dataset.formats import numbered
 from serve_app.dataset.output import result_columns
 from serve_app.dataset.prompts import Prompter
-from serve_app.dataset.run import Drive
+from serve_app.dataset.run import Drive, call_fields
 from serve_app.jobs.errors import RunError
 from serve_app.jobs.handle import HandleClient
 from serve_app.jobs.rows import Result
@@ -81,7 +81,7 @@ class Generate:
             rows,
             self._prompter,
             self._client,
-            self._sampling,
+            call_fields(self._sampling, None),
             write,
             tier=self._tier,
             chunk=max(1, len(batch)),

@@ -21,7 +21,7 @@ from serve_app.api.scheduling import TIER_PRIORITY, Scheduling, ServiceTier
 from serve_app.client import RETRYABLE, Backoff
 from serve_app.dataset.errors import CommandError, MissingColumnError, OutputError, RowError, gave_up
 from serve_app.dataset.formats import InputRow, numbered
-from serve_app.dataset.prompts import Prompter
+from serve_app.dataset.prompts import Prompter, plain
 from serve_app.dataset.readers import open_source
 from serve_app.dataset.stats import Measured, RowService, RunStats
 from serve_app.jobs.errors import GaveUpError, RunError
@@ -91,7 +91,7 @@ class Item:
         """Return a row of the input in the form in which it is sent."""
         if isinstance(row.values, RowError):
             return cls(row.number, row.number, row.values)
-        id = row.values.get(id_column, row.number)
+        id = plain(row.values.get(id_column, row.number))
         if id is None or (isinstance(id, float) and not isfinite(id)):
             # NaN stands for a missing value in many tools, and is no JSON.
             id = row.number
@@ -610,7 +610,8 @@ async def run(
 
 def call_fields(sampling: Mapping[str, Any], model: str | None) -> JSON:
     """Return the fields of every call of a run, without the prompt and the tier."""
-    return dict(sampling) if model is None else {**sampling, "model": model}
+    fields: JSON = plain(dict(sampling))
+    return fields if model is None else fields | {"model": model}
 
 
 def _columns(row: Mapping[str, Any] | str) -> JSON:

@@ -95,6 +95,20 @@ def test_failed_rows_are_in_a_file_of_their_own(url: str, tmp_path: Path) -> Non
     assert ids(tmp_path / "out.errors.jsonl") == {"bad"}
 
 
+@pytest.mark.parametrize("status", ["cancelled", "expired"])
+def test_a_batch_that_ends_early_is_not_done(
+    status: str, httpserver: Callable[[Any], str], requests: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reason = {"code": "api_key_disabled", "message": "The API key 'ada' is disabled", "line": None}
+    counts = {"total": 0, "completed": 0, "failed": 0}
+    page = {"id": "b", "status": status, "request_counts": counts, "errors": {"data": [reason]}, "data": []}
+    files = {"output_file_id": None, "error_file_id": None}
+    assert batch(requests, "--url", httpserver(page | files)) == 3
+    printed = capsys.readouterr()
+    assert printed.out == f"{status}: 0 of 0 rows have an answer; there is no output\n"
+    assert "The API key 'ada' is disabled" in printed.err
+
+
 def test_a_refused_file_is_told_by_its_lines(
     url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

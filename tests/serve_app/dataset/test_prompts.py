@@ -1,13 +1,18 @@
 """Prompts from rows."""
 
 import json
+import re
 from datetime import datetime
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from serve_app.api.protocol import JSON
 from serve_app.dataset.errors import RowError
+from serve_app.dataset.formats import InputRow
 from serve_app.dataset.prompts import Prompter, read_template
+from serve_app.dataset.run import Item, call_fields
 from serve_app.jobs.errors import RunError
 
 ROW = {"prompt": "hi", "name": "Ada", "n": 2, "a b": "c", "messages": [{"role": "user", "content": "x"}]}
@@ -41,11 +46,17 @@ def test_chats() -> None:
         (Prompter(template="{{ 1 / (n - 2) }}"), "template_error", "division by zero"),
         (Prompter(template="{{ n.__class__.__mro__ }}"), "template_error", "unsafe"),
         (Prompter(messages_column="name"), "invalid_row", "name: must be a list of messages"),
+        (
+            Prompter(messages_column="shared"),
+            "invalid_row",
+            "shared[1].role: missing; its fields: from, value",
+        ),
     ],
 )
 def test_an_error_of_a_row_has_a_type_and_a_message(prompter: Prompter, type: str, message: str) -> None:
-    with pytest.raises(RowError, match=message.replace("(", r"\(")) as caught:
-        prompter.prompt(ROW)
+    shared = [{"role": "user", "content": "x"}, {"from": "gpt", "value": "x"}]
+    with pytest.raises(RowError, match=re.escape(message)) as caught:
+        prompter.prompt(ROW if "shared" not in message else {"shared": shared})
     assert caught.value.type == type
 
 
@@ -55,6 +66,29 @@ def test_a_chat_that_is_no_json_fails_its_row(value: object) -> None:
     with pytest.raises(RowError, match="chat: has values that JSON doesn't have") as caught:
         Prompter(messages_column="chat").prompt({"chat": messages})
     assert caught.value.type == "invalid_row"
+
+
+def test_a_chat_of_arrow_or_numpy_has_the_fields_that_it_had_before() -> None:
+    chat = [
+        {"role": "user", "name": "ada", "content": [{"type": "text", "text": "hi"}]},
+        {"role": "assistant", "content": "yes"},
+    ]
+    # Arrow gives each message, and each part, the fields of all.
+    parts = [{"type": "text", "text": "hi", "image_url": None}]
+    arrow: list[JSON] = [
+        {"role": "user", "name": "ada", "content": parts, "tool_calls": None},
+        {"role": "assistant", "name": None, "content": "yes", "tool_calls": None},
+    ]
+    numpy = np.array([arrow[0] | {"content": np.array(parts, dtype=object)}, arrow[1]], dtype=object)
+    prompter = Prompter(messages_column="chat")
+    assert [prompter.prompt({"chat": value}) for value in (arrow, numpy, json.dumps(arrow))] == [chat] * 3
+    assert call_fields({"max_tokens": np.int64(4), "stop": np.array(["."])}, "demo") == {
+        "max_tokens": 4,
+        "stop": ["."],
+        "model": "demo",
+    }
+    item = Item.of(InputRow(0, {"id": np.int64(7), "prompt": np.str_("hi")}), Prompter(), "id")
+    assert (type(item.id), item.id, item.prompt) == (int, 7, "hi")
 
 
 def test_an_invalid_template_or_contradicting_arguments_are_errors() -> None:

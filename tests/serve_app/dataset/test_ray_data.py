@@ -89,6 +89,32 @@ async def test_other_batch_formats_are_taken_too(handle: Handle) -> None:
         assert table.column("n").to_pylist() == [1, 2]
 
 
+async def test_chats_in_numpy_batches_are_sent_as_json(handle: Handle) -> None:
+    """As Ray Data's `map_batches` gives them by default, also where they come from Parquet."""
+    stage = Generate("llm", "demo", {"messages_column": "chat"}, {"max_tokens": np.int64(4)})
+    chats = [
+        np.array([{"role": "user", "content": "a", "name": None}], dtype=object),
+        np.array([{"role": "user", "content": "b", "name": "ada"}], dtype=object),
+    ]
+    column = np.empty(2, dtype=object)
+    column[:] = chats
+
+    async def collect() -> list[pa.Table]:
+        return [table async for table in stage({"chat": column})]
+
+    collecting = asyncio.ensure_future(collect())
+    async with asyncio.timeout(LIMIT_S):
+        response = await handle.asked.get()
+        response.future.set_result({"results": ["A", "B"], "details": [DETAIL] * 2})
+        (table,) = await collecting
+    assert table.column("result").to_pylist() == ["A", "B"]
+    (body,) = handle.bodies
+    assert (body["messages"], body["max_tokens"]) == (
+        [[{"role": "user", "content": "a"}], [{"role": "user", "content": "b", "name": "ada"}]],
+        4,
+    )
+
+
 async def test_a_batch_is_one_call_and_comes_back_with_result_columns(handle: Handle) -> None:
     stage = Generate("llm", "demo", {"column": "question"}, {"max_tokens": 4})
     batch = pa.table({"question": ["a", None, "b"], "key": [1, 2, 3]})
