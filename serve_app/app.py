@@ -148,6 +148,8 @@ def _engine(
         request_router_config=RequestRouterConfig(**router),
     )(kind)
     more: dict[str, Any] = {} if quotas is None else {"quotas": quotas}
+    if kind is Engine and settings.salts:
+        more["salts"] = True
     if model.share is not None:
         share = settings.share_groups.get(model.share, ShareSettings())
         more |= {"share": share, "turns": turns}

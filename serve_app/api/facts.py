@@ -128,9 +128,16 @@ class Facts(PickledByName):
             service_tier=self.service_tier, tenant=self.tenant, queue_timeout_s=self.queue_timeout_s
         )
 
-    def for_adapter(self, adapter: str) -> "Facts":
-        """Return the facts of a request for an adapter, which shares no KV cache with others."""
-        salt = crc32(adapter.encode())
+    def cached_for(self, adapter: str, tenant: str) -> "Facts":
+        """Return the facts with a prefix that matches only prompts in the same part of the prefix cache.
+
+        Args:
+            adapter: Id of the adapter; empty: the base model.
+            tenant: The tenant; empty: tenants share the cache.
+        """
+        if not (adapter or tenant):
+            return self
+        salt = crc32(f"{adapter}\n{tenant}".encode())
         return replace(self, prefix=tuple(number ^ salt for number in self.prefix))
 
 
@@ -198,8 +205,8 @@ CONTENT = {
 """Fields that make up a prompt, or the form of its answer. Other bounds limit the work on them: the context,
 `max_messages`, the time for a grammar."""
 
-PREFIX = ("tools", "system", "instructions", "prompt", "prompts", "messages", "input")
-"""Fields that make up a prompt, in the order of chat templates."""
+PREFIX = ("cache_salt", "tools", "system", "instructions", "prompt", "prompts", "messages", "input")
+"""Fields that make up a prompt, in the order of chat templates, behind the salt that separates caches."""
 
 _MEDIA = re.compile(
     rb'"(image|image_url|image_embeds|input_image|input_audio|audio_url|audio_embeds|video|video_url|'

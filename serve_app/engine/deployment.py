@@ -66,6 +66,7 @@ class Engine:
         quotas: The handle of the Quotas deployment; None: there is none.
         share: The turns of the model's group; None: it has a device of its own.
         turns: The handle of the Turns deployment, if it shares one.
+        salts: Whether each tenant has a part of the prefix cache of its own.
     """
 
     _held = 0
@@ -84,6 +85,7 @@ class Engine:
         quotas: Handle | None = None,
         share: ShareSettings | None = None,
         turns: Handle | None = None,
+        salts: bool = False,
     ) -> None:
         tie_children()
         flush_warnings()
@@ -114,6 +116,7 @@ class Engine:
                     max_prompts=max_prompts,
                     book=self._accounts.book,
                     metrics=telemetry.metrics and telemetry.engine_metrics,
+                    salts=salts,
                 )
                 app, self._routes = await self._engine.start()
                 if share is not None and self._turns is not None:

@@ -211,13 +211,13 @@ class Ingress:
         await self._models.learn(facts.model)
         name = self._models.choose(facts.model, path, context.models)
         chosen = self._models.base_of(name)
-        if name != chosen:
-            facts = facts.for_adapter(name)
         if path == GENERATE and facts.output is None:
             # The config may set a limit for calls that state none.
             facts = replace(facts, output=self._models.find(chosen).usual_output)
         given = with_request_id(request.scope)
         scheduling = context.scheduling(given, facts.scheduling)
+        adapter = "" if name == chosen else name
+        facts = facts.cached_for(adapter, scheduling.tenant if self._settings.salts else "")
         headers = [(k, v) for k, v in given if k not in LEFT_BEHIND]
         headers = self._telemetry.assign(context, name, scheduling, headers)
         relayed = RelayRequest(
@@ -229,7 +229,7 @@ class Ingress:
             scheduling,
             max_tokens=limits.max_tokens,
             facts=facts,
-            adapter="" if name == chosen else name,
+            adapter=adapter,
             key=context.key_name,
             quota=context.caller.key.quota if context.caller else None,
         )

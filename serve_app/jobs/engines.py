@@ -69,6 +69,7 @@ class EngineClient:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limits = settings.ingress
+        self._salts = settings.salts
         self._keys = keys
         self._lost = lost
         self._engines = dict(engines)
@@ -178,6 +179,7 @@ class EngineClient:
         facts, text = read(text, endpoint, self._limits)
         served = self._models.choose(facts.model, endpoint, allowed)
         base = self._models.base_of(served)
+        adapter = "" if served == base else served
         request = RelayRequest(
             "POST",
             MOVED.get(endpoint, endpoint),
@@ -186,8 +188,8 @@ class EngineClient:
             text,
             scheduling,
             max_tokens=self._limits.max_tokens,
-            facts=facts if served == base else facts.for_adapter(served),
-            adapter="" if served == base else served,
+            facts=facts.cached_for(adapter, scheduling.tenant if self._salts else ""),
+            adapter=adapter,
             key=scheduling.key,
             source="batch",
         )

@@ -97,6 +97,13 @@ class AccessSettings(Strict):
             "`allow_from`. By default the peer of the connection is the client."
         ),
     )
+    share_prefix_cache: bool = Field(
+        default=False,
+        description=(
+            "Whether all tenants share the engines' prefix caches. A tenant can tell then, by cached tokens "
+            "and times, how prompts of others begin. By default each tenant finds its own prompts only."
+        ),
+    )
 
     @model_validator(mode="after")
     def _has_a_source(self) -> "AccessSettings":

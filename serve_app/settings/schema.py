@@ -63,6 +63,11 @@ class Settings(Strict):
         ),
     )
 
+    @property
+    def salts(self) -> bool:
+        """Whether each tenant has a part of the prefix caches of its own: API keys tell the tenants apart."""
+        return self.access is not None and not self.access.share_prefix_cache
+
     def sharing(self) -> dict[str, list[LLMSettings]]:
         """Return the models of each group that takes turns, by its name."""
         groups: dict[str, list[LLMSettings]] = {}

@@ -12,6 +12,7 @@ from ray.serve.config import RequestRouterConfig
 from serve_app.app import INGRESS_RESOURCE, ROUTER, build
 from serve_app.engine.deployment import Engine
 from serve_app.engine.function import FunctionEngine
+from serve_app.settings.environment import CLIENT_HEADERS
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.telemetry import TelemetrySettings
@@ -63,6 +64,20 @@ def test_each_engine_gets_its_own_model_and_the_limit_of_prompts() -> None:
     )
     model, *_ = arguments["Engine:org/other"]
     assert (model.id, model.engine.max_num_seqs) == ("org/other", 8)
+
+
+def test_engines_part_their_caches_by_tenant_where_keys_tell_tenants_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(CLIENT_HEADERS.name, CLIENT_HEADERS.value)
+    for access, parted in (
+        ({}, {}),
+        ({"access": {"keys_env": "KEYS"}}, {"salts": True}),
+        ({"access": {"keys_env": "KEYS", "share_prefix_cache": True}}, {}),
+    ):
+        app = built(DEMO, FUNCTION, **access)
+        arguments: dict[str, Any] = {each.name: each.init_kwargs for each in app.deployments}
+        assert (arguments["Engine:demo"], arguments["Engine:rank"]) == (parted, {})
 
 
 def test_quotas_are_one_deployment_that_every_replica_reaches() -> None:

@@ -3,6 +3,7 @@
 The imports are those of vLLM 0.32.
 """
 
+import hashlib
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
 FIELD = "structured_outputs"
 """Field that a refusal names for a grammar that vLLM has made of several fields."""
 
+SALT = 32
+"""Hexadecimal digits of a salt."""
+
 MAX_ID = 256
 """Longest id of a request that vLLM gets, in characters: vLLM returns it with each token."""
 
@@ -68,6 +72,7 @@ class GatedLLM(CountedLLM):
         goals: Latency goals of live traffic; None: there are none.
         max_prompt_logprobs: Most logprobs of prompt tokens that a prompt may ask for.
         compiles_grammars: The engine compiles grammars with xgrammar; another backend refuses them itself.
+        salts: Each tenant has a part of the prefix cache of its own.
     """
 
     adapters: "Adapters"
@@ -77,6 +82,7 @@ class GatedLLM(CountedLLM):
     goals: GoalSettings | None = None
     max_prompt_logprobs: int
     compiles_grammars: bool = False
+    salts: bool = False
 
     def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
@@ -265,6 +271,12 @@ class GatedLLM(CountedLLM):
         except RequestError as error:
             raise refused(error) from None
 
+    async def add_request(self, request_id: str, prompt: Any, params: Any, *args: Any, **options: Any) -> Any:
+        """Add a request as vLLM does, in its tenant's part of the prefix cache. All routes come here."""
+        if self.salts and (job := current()) is not None:
+            prompt = salted(prompt, job.scheduling.tenant)
+        return await super().add_request(request_id, prompt, params, *args, **options)
+
     async def _add_request(
         self, request: Any, prompt: str | None, parent_req: Any, index: int, queue: Any
     ) -> None:
@@ -361,6 +373,25 @@ def refused(error: RequestError) -> VLLMValidationError | GracefulHTTPError:
     if error.status == HTTPStatus.BAD_REQUEST:
         return VLLMValidationError(error.message)
     return GracefulHTTPError(error.message, HTTPStatus(error.status))
+
+
+def salted(prompt: Any, tenant: str) -> Any:
+    """Return a rendered prompt that shares the prefix cache with the prompts of one tenant alone.
+
+    Args:
+        prompt: The prompt. Its own `cache_salt` separates it further.
+        tenant: The tenant.
+
+    Raises:
+        TypeError: The prompt is not a rendered one, so it has no place for a salt.
+    """
+    if not isinstance(prompt, dict):
+        raise TypeError(f"a {type(prompt).__name__} as prompt has no place for a salt")
+    if prompt.get("type") == "enc_dec":
+        return {**prompt, "decoder_prompt": salted(prompt["decoder_prompt"], tenant)}
+    # No tenant has a line break. vLLM's connectors take some characters for their own.
+    text = f"{tenant}\n{prompt.get('cache_salt') or ''}"
+    return {**prompt, "cache_salt": hashlib.sha256(text.encode()).hexdigest()[:SALT]}
 
 
 def prompt_length(prompt: Any, limit: int) -> int:

@@ -56,6 +56,7 @@ class VLLMEngine:
         max_prompts: Most prompts in a list.
         metrics: Whether vLLM's own metrics go to Ray's endpoint.
         book: Gets the work of each call.
+        salts: Whether each tenant has a part of the prefix cache of its own.
 
     Attributes:
         load_s: Seconds that loading the model took, with its warm-up.
@@ -80,6 +81,7 @@ class VLLMEngine:
         max_prompts: int,
         book: CallBook,
         metrics: bool = False,
+        salts: bool = False,
     ) -> None:
         use_allowed_hosts()
         if not settings.multimodal:
@@ -107,6 +109,7 @@ class VLLMEngine:
         self.adapters = self.llm.adapters = Adapters(settings, self.llm, files, fetched, book)
         self._book = book
         self.llm.intervals = StreamIntervals()
+        self.llm.salts = salts
         self.llm.by_priority = self._args.scheduling_policy == "priority"
         self.llm.max_prompt_logprobs = settings.max_prompt_logprobs
         self._goals = self.llm.goals = settings.batcher.goals

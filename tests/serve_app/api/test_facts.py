@@ -613,10 +613,24 @@ def test_the_next_turn_of_a_chat_begins_as_the_one_before() -> None:
 
 def test_an_adapter_shares_no_prefix_with_its_model_or_another() -> None:
     facts = facts_of("/v1/completions", prompt=LONG)
-    one, two = facts.for_adapter("one"), facts.for_adapter("two")
-    assert one == facts.for_adapter("one")
+    one, two = facts.cached_for("one", ""), facts.cached_for("two", "")
+    assert one == facts.cached_for("one", "")
     assert common(one.prefix, facts.prefix) == common(one.prefix, two.prefix) == 0
     assert len(one.prefix) == len(facts.prefix)
+
+
+def test_a_tenant_and_a_salt_share_no_prefix_with_others() -> None:
+    facts = facts_of("/v1/completions", prompt=LONG)
+    salted = facts_of("/v1/completions", prompt=LONG, cache_salt="s")
+    kinds = [
+        facts,
+        *(facts.cached_for(adapter, tenant) for adapter in ("", "a") for tenant in ("acme", "b", "a")),
+        salted,
+        salted.cached_for("", "acme"),
+    ]
+    for number, one in enumerate(kinds):
+        assert not any(common(one.prefix, other.prefix) for other in kinds[:number])
+    assert facts.cached_for("", "") == facts
 
 
 @pytest.mark.parametrize("value", [None, 5, [1, 2], "x", [{}]])

@@ -218,9 +218,11 @@ class SteppedEngine:
     Attributes:
         stats: The counters.
         cached: Prompt tokens that were found in the cache.
+        prompts: The prompts.
     """
 
     def __init__(self) -> None:
+        self.prompts: list[Any] = []
         self.processor = OutputProcessor(None, log_stats=True)
         self.stats = UnreportedStats(None)
         self.cached = 0
@@ -230,6 +232,7 @@ class SteppedEngine:
         self, request_id: str, prompt: Any, params: Any, **options: Any
     ) -> RequestOutputCollector:
         """Do as vLLM's own method."""
+        self.prompts.append(prompt)
         name = f"{request_id}-{next(self._numbers)}"
         queue = RequestOutputCollector(params.output_kind, name)
         request = self._request(prompt, params, request_id, name)

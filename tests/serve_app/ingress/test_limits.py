@@ -8,10 +8,12 @@ from typing import Any
 import httpx
 import pytest
 
+from serve_app.api.facts import inspect
 from serve_app.api.routes import CHAT_BATCH
 from serve_app.auth.keys import hash_key
 from serve_app.ingress.deployment import Ingress
 from serve_app.ingress.pages import FILES
+from serve_app.settings.ingress import IngressSettings
 from serve_app.settings.schema import parse
 from tests.serve_app.ingress.engine_doubles import (
     CHAT,
@@ -190,7 +192,7 @@ async def test_a_key_decides_tenant_and_tiers_and_goes_no_further(
 ) -> None:
     client, engine = guarded
     client.headers["authorization"] = f"Bearer {KEY}"
-    for path, body in ((CHAT, {}), ("/generate", {"prompts": ["x"]})):
+    for path, body in ((CHAT, {}), ("/generate", {"prompts": ["x" * 4_000]})):
         assert (await client.post(path, json=body | {"service_tier": "flex"})).status_code == 200
         check_error(
             await client.post(path, json=body | {"service_tier": "fast"}),
@@ -204,6 +206,11 @@ async def test_a_key_decides_tenant_and_tiers_and_goes_no_further(
     assert [(request.scheduling.tenant, request.scheduling.priority) for request in engine.requests] == [
         ("research", 1)
     ] * 2
+    # The replica is chosen by prompts of the tenant alone.
+    long = engine.requests[-1]
+    stated = inspect(long.body, "/generate", IngressSettings())
+    assert stated.prefix
+    assert long.facts.prefix == stated.cached_for("", "research").prefix
     assert KEY.encode() not in b"".join(value for request in engine.requests for _, value in request.headers)
 
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import ReplicaUnavailableError
 
 from serve_app.api.errors import EngineLostError, RequestError, engine_failed
+from serve_app.api.facts import inspect
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import TIER_PRIORITY, Scheduling
 from serve_app.auth.key_store import KeyStore
@@ -88,8 +89,14 @@ async def test_a_row_has_the_quota_of_its_key_and_names_the_models_of_its_batch_
     with pytest.raises(RequestError, match="it has access to: demo"):
         await client.send(CHAT, BODY | {"model": "large"}, ANNA, ["demo"])
     assert (await client.send(CHAT, BODY, ANNA)).status == 200
-    (request,) = engine.requests
+    prompt = BODY | {"messages": [{"role": "user", "content": "hi" * 2_000}]}
+    assert (await client.send(CHAT, prompt, ANNA)).status == 200
+    request, long = engine.requests
     assert request.quota == Quota(tokens_per_day=2_000)
+    # Its replica is chosen as for a live request of the tenant, which has a part of the caches of its own.
+    stated = inspect(to_json(prompt), CHAT, settings.ingress)
+    assert stated.prefix
+    assert long.facts.prefix == stated.cached_for("", "anna").prefix
 
 
 async def test_a_refusal_by_a_quota_says_nothing_about_the_room_at_the_engines() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from dataclasses import replace
@@ -9,9 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm import SamplingParams
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.inputs.engine import tokens_input
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
@@ -35,6 +38,7 @@ from tests.serve_app.engine.vllm_doubles import (
     gated,
     output,
     run,
+    stepped,
 )
 
 DELTA = RequestOutputKind.DELTA
@@ -603,3 +607,46 @@ async def test_a_request_that_never_reaches_the_engine_is_forgotten(
     assert not processor.parent_requests
     # The engine may have got some of them.
     assert len(llm.engine_core.aborted) == answers
+
+
+# The prefix cache
+
+
+async def salts(tenant: str, own: str | None = None, *, salted: bool = True, **more: Any) -> list[Any]:
+    """Return the salts of the prompts that the engine gets for a completion and an embedding of a tenant."""
+    async with opened(capacity=10_000) as site:
+        llm, engine = stepped(site)
+        llm.salts = salted
+        prompt, sampling = tokens_input([1, 2, 3], cache_salt=own), SamplingParams(detokenize=False)
+        works: list[tuple[Any, Any]] = [
+            (lambda: llm.generate(prompt, sampling, "r"), None),
+            (lambda: llm.encode(prompt, PoolingParams(task="embed"), "r"), torch.ones(1)),
+        ]
+        for work, made in works:
+            await admitted(llm, new_job(tenant=tenant, **more))
+            results = work()
+            task = asyncio.ensure_future(anext(results))
+            await blocked()
+            engine.step(finish=True, output=made)
+            await task
+            await results.aclose()
+        return [prompt.get("cache_salt") for prompt in engine.prompts]
+
+
+@virtual
+async def test_a_tenant_shares_the_prefix_cache_with_itself_alone() -> None:
+    """Live, in a batch, and with a salt of its own; a salt can't be written that is another tenant's."""
+    kinds = [await salts(*each) for each in (("acme",), ("acme", "s"), ("b",), ("acmes",), ("acme", "\ns"))]
+    assert all(one == two for one, two in kinds), "routes differ"
+    found = [one for one, _ in kinds]
+    assert len(set(found)) == len(found)
+    # vLLM's connectors take no others.
+    assert all(re.fullmatch("[0-9a-f]{32}", salt) for salt in found)
+    assert await salts("acme", priority=1) == kinds[0]
+    assert await salts("b", found[0]) != kinds[0]
+
+
+@virtual
+async def test_tenants_that_nobody_checks_share_the_prefix_cache() -> None:
+    assert await salts("acme", salted=False) == [None, None]
+    assert await salts("acme", "s", salted=False) == ["s", "s"]
