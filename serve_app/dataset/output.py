@@ -26,7 +26,7 @@ from serve_app.system.disk import sync
 Existing = Literal["same", "resume", "overwrite"]
 """Handling of existing rows: continue if options and input are the same, continue anyway, or begin anew."""
 
-VERSION = 1
+VERSION = 2
 
 COPY_BYTES = 1 << 20
 
@@ -231,6 +231,11 @@ class Output:
                 + "\nName another output, begin anew with --overwrite, or keep these rows and continue "
                 "with --resume"
             )
+        if differences and (reason := self._misnumbered(noted["input"], run["input"])):
+            raise OutputError(
+                f"{reason}, so the rows of {self.path} have other numbers now; name another output, or begin "
+                "anew with --overwrite"
+            )
         if whole and self._parquet:
             self._lines.unlink(missing_ok=True)
         if whole and not differences:
@@ -242,6 +247,21 @@ class Output:
         if self.finished is None:
             self._note(version=VERSION, state="running", **run)
             self._recover()
+
+    def _misnumbered(self, was: JSON, now: JSON) -> str:
+        """Return which change of the input gives rows in the output other numbers; empty: none does.
+
+        Rows are known by their numbers over all files. Rows and files may be added at the end.
+        """
+        before, after = was.get("content") or [], now.get("content") or []
+        for number, (name, size) in enumerate(before):
+            found = after[number] if number < len(after) else [None, 0]
+            if found[0] != name or (number + 1 < len(before) and found[1] != size):
+                return f"{name} has changed, and is not the last file of the input"
+        unreadable = "SELECT 1 FROM done WHERE error = 'unreadable_rows' LIMIT 1"
+        if was != now and self._db.execute(unreadable).fetchone():
+            return "the input has changed, and some of its rows could not be read before"
+        return ""
 
     def _remove(self) -> None:
         if self._file is not None:

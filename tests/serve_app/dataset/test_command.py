@@ -640,6 +640,31 @@ def test_a_broken_file_among_good_ones(tmp_path: Path, url: str, service: FakeSe
     assert len(service.calls) == calls
 
 
+def test_a_broken_file_that_was_mended_is_not_resumed(
+    tmp_path: Path, url: str, service: FakeService, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows would be lost and sent twice: the rows behind the repair have other numbers."""
+    folder, out = tmp_path / "in", tmp_path / "out.jsonl"
+    folder.mkdir()
+    whole = write(folder / "a.jsonl", 4).read_bytes()
+    for broken in ("a", "b"):
+        for name in ("a", "b"):
+            text = gzip.compress(whole)
+            (folder / f"{name}.jsonl").unlink(missing_ok=True)
+            (folder / f"{name}.jsonl.gz").write_bytes(text[:-20] if name == broken else text)
+        assert batch(folder, out, "--url", url, "--overwrite") == 3
+        calls = len(service.calls)
+        (folder / f"{broken}.jsonl.gz").write_bytes(text)
+        assert batch(folder, out, "--url", url, "--resume") == 2
+        assert f"rows of {out} have other numbers now" in capsys.readouterr().err
+        assert len(service.calls) == calls
+    # Files that come behind all others are added.
+    assert batch(folder, out, "--url", url, "--overwrite") == 0
+    (folder / "c.jsonl.gz").write_bytes(text)
+    assert batch(folder, out, "--url", url, "--resume") == 0
+    assert [row["row"] for row in rows(out)] == list(range(12))
+
+
 # Forms of the input
 
 
