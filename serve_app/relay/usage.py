@@ -57,7 +57,7 @@ class Tokens(NamedTuple):
     """Tokens of an engine's work, as the engine's own counters have them.
 
     Attributes:
-        prompt: Tokens of prompts, those found in the prefix cache too; once for each sequence.
+        prompt: Tokens of prompts, those found in the prefix cache too; once for all answers to a prompt.
         cached: Prompt tokens found in the prefix cache.
         output: Tokens that were sampled, also those that no client has got.
     """
@@ -265,7 +265,7 @@ class RequestUsage:
     def _add(self, usage: Usage) -> None:
         self.prompt_tokens += usage.prompt_tokens
         self.output_tokens += usage.output_tokens
-        # Further answers find the prompt there, and a stream that goes on finds more there than its prompt.
+        # A stream that goes on, or a beam search, finds more there than its prompt.
         self.cached_tokens += min(usage.counted.cached, usage.prompt_tokens)
         self.counted = self.counted.plus(usage.counted)
         self.cost += usage.cost

@@ -125,6 +125,9 @@ class VLLMSequences:
     aborted before leaves its prompt uncounted in both. Work that is done again after a preemption isn't
     counted again. vLLM forgets a sequence that ends, so its state is kept here; it is only read.
 
+    The answers to one prompt share it. So it counts once here, as in the `usage` of the answer, with the
+    cached tokens of the first answer that has it; vLLM's counters have it for each answer.
+
     Args:
         processor: vLLM's output processor.
         request_id: vLLM's own id of the request.
@@ -133,7 +136,7 @@ class VLLMSequences:
         RuntimeError: vLLM keeps the state of its requests elsewhere by now.
     """
 
-    __slots__ = ("_known", "_states")
+    __slots__ = ("_first", "_known", "_states")
 
     def __init__(self, processor: Any, request_id: str) -> None:
         try:
@@ -141,6 +144,7 @@ class VLLMSequences:
             ids = [request_id] if parent is None else list(parent.child_requests)
             self._known: dict[str, Any] = processor.request_states
             self._states = [self._known[each] for each in ids]
+            self._first: Any = None
             self.tokens()
         except (AttributeError, LookupError, TypeError) as error:
             raise RuntimeError(
@@ -149,14 +153,16 @@ class VLLMSequences:
 
     def tokens(self) -> Tokens:
         """Return what vLLM has counted so far."""
-        prompt = cached = total = 0
+        total = 0
         for state in self._states:
             output = state.stats.num_generation_tokens
             total += output
-            if not state.is_prefilling and (output or state.detokenizer is None):
-                prompt += state.prompt_len
-                cached += state.num_cached_tokens
-        return Tokens(prompt, cached, total)
+            if self._first is None and not state.is_prefilling and (output or state.detokenizer is None):
+                self._first = state
+        first = self._first
+        return (
+            Tokens(0, 0, total) if first is None else Tokens(first.prompt_len, first.num_cached_tokens, total)
+        )
 
     def ended(self) -> bool:
         """Return whether vLLM has forgotten the sequences."""

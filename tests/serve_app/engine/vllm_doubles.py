@@ -217,7 +217,8 @@ class SteppedEngine:
 
     Attributes:
         stats: The counters.
-        cached: Prompt tokens that were found in the cache.
+        prompt: Tokens of prompts, once for all answers to a prompt.
+        cached: Prompt tokens that were found in the cache, by the first answer to a prompt.
         prompts: The prompts.
     """
 
@@ -225,7 +226,8 @@ class SteppedEngine:
         self.prompts: list[Any] = []
         self.processor = OutputProcessor(None, log_stats=True)
         self.stats = UnreportedStats(None)
-        self.cached = 0
+        self.prompt = self.cached = 0
+        self._begun: set[str] = set()
         self._numbers = itertools.count()
 
     async def add_request(
@@ -299,7 +301,11 @@ class SteppedEngine:
                 prefill = PrefillStats()
                 cached = min(cached, state.prompt_len)
                 prefill.set(state.prompt_len, cached, 0)
-                self.cached += cached
+                prompt = state.parent_req.request_id if state.parent_req else name
+                if prompt not in self._begun:
+                    self._begun.add(prompt)
+                    self.prompt += state.prompt_len
+                    self.cached += cached
             outputs.append(
                 EngineCoreOutput(
                     name,

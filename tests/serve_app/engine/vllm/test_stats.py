@@ -44,6 +44,18 @@ def book() -> CallBook:
     return book
 
 
+class Reservation:
+    """Notes what a call is charged."""
+
+    charged = 0
+
+    def settle(self, tokens: int, *, request: bool) -> None:
+        self.charged += tokens
+
+    def written(self) -> None:
+        pass
+
+
 def rows(book: CallBook) -> list[LedgerRow]:
     return [call.row() for call in book.take()]
 
@@ -51,7 +63,7 @@ def rows(book: CallBook) -> list[LedgerRow]:
 def counted(book: CallBook, engine: SteppedEngine) -> bool:
     """Return whether the book has what vLLM has counted."""
     _, prompt, cached, output, _ = total(book)
-    return (prompt, cached, output) == (engine.stats.prompt, engine.cached, engine.stats.output)
+    return (prompt, cached, output) == (engine.prompt, engine.cached, engine.stats.output)
 
 
 def of_call(call: Call, **facts: Any) -> Job:
@@ -260,15 +272,24 @@ async def test_a_failure_of_the_engine_is_the_outcome(
 
 
 @virtual
-async def test_each_answer_of_a_prompt_has_its_prompt(book: CallBook) -> None:
+async def test_the_answers_to_a_prompt_have_it_once(book: CallBook) -> None:
+    """For the quota and the ledger, as the `usage` of the answer says."""
     async with opened(capacity=10_000) as site:
         llm, engine = stepped(site)
-        task = begin(llm, book.open(Origin(), RequestUsage()), n=3, output_kind=FINAL)
+        call = book.open(Origin(), RequestUsage())
+        reservation = call.reservation = Reservation()
+        task = begin(llm, call, n=3, output_kind=FINAL)
         await blocked()
-        engine.step(tokens=2)
+        first, *others = engine.running
+        engine.step(first, tokens=2, cached=4)
+        assert total(book)[1:4] == (10, 4, 2)
+        engine.step(*others, tokens=2, cached=9)
         engine.step(finish=True)
         await task
-        assert [(row.prompt_tokens, row.output_tokens) for row in rows(book)] == [(30, 9)]
+        (row,) = rows(book)
+        assert (row.prompt_tokens, row.cached_tokens, row.output_tokens) == (10, 4, 9)
+        assert (call.usage.prompt_tokens, call.usage.cached_tokens, call.usage.output_tokens) == (10, 4, 9)
+        assert reservation.charged == 19
         assert counted(book, engine)
 
 
