@@ -78,6 +78,7 @@ class Facts(PickledByName):
         answers: Answers to each prompt, which start together.
         output: Most tokens of each answer, as the request or the limit of the service states it; None: the
             rest of the context; 0: the route makes no tokens.
+        values: Answers, and logprobs of their tokens, that vLLM makes for the whole answer at least.
         runs: Whether the route runs the model at all; `/tokenize` does not.
         grammar: Whether the body names a field that may hold a grammar.
         stream: Whether the request asks for a stream.
@@ -94,6 +95,7 @@ class Facts(PickledByName):
     prompts: int = 1
     answers: int = 1
     output: int | None = None
+    values: int = 0
     runs: bool = True
     grammar: bool = False
     stream: bool = False
@@ -180,6 +182,8 @@ PROMPT_LISTS = (
 )
 """Fields of vLLM's routes whose items are separate prompts, or texts of several prompts."""
 
+CHATS = {"/v1/chat/completions", CHAT_BATCH}
+
 CHAT_LISTS = {CHAT_BATCH, EMBEDDINGS}
 """Routes whose `messages` may be a list of chats, each a prompt."""
 
@@ -205,18 +209,26 @@ CONTENT = {
 """Fields that make up a prompt, or the form of its answer. Other bounds limit the work on them: the context,
 `max_messages`, the time for a grammar."""
 
+MEDIA = (
+    *("image", "image_url", "image_embeds", "input_image", "input_audio", "audio_url", "audio_embeds"),
+    *("image_pil", "video", "video_url", "video_embeds", "prompt_embeds"),
+)
+"""Keys and types of the parts of messages whose tokens don't come from the bytes of the body."""
+
+BEYOND = ("prompt_embeds", "previous_response_id", "padding")
+"""Fields that give a prompt more tokens than the bytes of the body."""
+
+TEMPLATE_ARGUMENTS = {
+    *("self", "model_config", "tokenizer", "conversation", "conversations", "messages", "chat_template"),
+    *("tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize", "padding"),
+    *("truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    *("tokenizer_kwargs", "processor_kwargs"),
+}
+"""Arguments of the functions between vLLM and a chat template: a value of such a name reaches a function, and
+not the template."""
+
 PREFIX = ("cache_salt", "tools", "system", "instructions", "prompt", "prompts", "messages", "input")
 """Fields that make up a prompt, in the order of chat templates, behind the salt that separates caches."""
-
-_MEDIA = re.compile(
-    rb'"(image|image_url|image_embeds|input_image|input_audio|audio_url|audio_embeds|video|video_url|'
-    rb'video_embeds|prompt_embeds|previous_response_id)"'
-)
-"""Names of fields whose tokens don't come from the bytes of the body."""
-
-_ESCAPED_LETTER = re.compile(rb"\\u00(?:5[fF]|6[1-9a-fA-F]|7[0-9aA])")
-"""Escape of a lower-case letter or of `_`: no encoder of JSON writes such an escape, and it may hide a name
-of `_MEDIA`, as in `image\\u005furl`."""
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 """Escape of half a character, which msgspec doesn't check in a value that it doesn't read."""
@@ -233,6 +245,12 @@ parsed, too."""
 
 OPTION_BYTES = 1 << 18
 """Most bytes of all fields beside `CONTENT` together."""
+
+MAX_TEMPLATE_BYTES = 16_384
+"""Most bytes of `chat_template_kwargs`: a template may repeat a value for each message."""
+
+MAX_TEMPLATE_NUMBER = 1_000_000
+"""Largest number in `chat_template_kwargs`: a template may repeat a text as often."""
 
 _MOST_VALUE = 4_096
 """Most bytes of a value that is read: a name, a number, a tier."""
@@ -393,11 +411,11 @@ def _inspect_json(body: bytes, path: str, limits: RequestLimits) -> Facts:
     size = len(body)
     # Pairs put the same text into several prompts.
     prompt = (size * facts.prompts if path in SCORE else size) + facts.prompts * TEMPLATE_TOKENS
-    media = path != GENERATE and bool(_MEDIA.search(body) or _ESCAPED_LETTER.search(body))
+    unknown = path != GENERATE and _has_more(content)
     return replace(
         facts,
         size=size,
-        prompt=0 if not facts.runs else None if media else prompt,
+        prompt=0 if not facts.runs else None if unknown else prompt,
         prefix=_prefix(content),
         tokens=_estimate(size, facts.prompts * facts.answers, facts.output),
     )
@@ -445,10 +463,14 @@ def _read_openai(content: dict[str, msgspec.Raw], path: str, limits: RequestLimi
     for name in CHECKED:
         if name in content:
             check_items(name, bytes(content[name]))
+    if "chat_template_kwargs" in content:
+        _check_template(bytes(content["chat_template_kwargs"]))
+    # The items of the `input` of a response are messages of one conversation.
+    prompts = 1 if path == RESPONSES else prompts or 1
     return replace(
         facts,
-        # The items of the `input` of a response are messages of one conversation.
-        prompts=1 if path == RESPONSES else prompts or 1,
+        prompts=prompts,
+        values=_answer_values(content, path, prompts) if facts.output != 0 else 0,
         stream=_is_true(content.get("stream")),
         grammar=any(name in content for name in GRAMMARS),
     )
@@ -588,6 +610,99 @@ def _count_parts(text: bytes, levels: int) -> int:
     if not levels:
         raise RecursionError
     return sum(_count_parts(bytes(item), levels - 1) for item in _LIST.decode(text))
+
+
+_Part: Any = msgspec.defstruct(
+    "_Part", [(name, msgspec.Raw, msgspec.Raw(b"")) for name in ("type", "content", "output", *MEDIA)]
+)
+_PART = msgspec.json.Decoder(_Part)
+
+_MAY_BE_MEDIA = re.compile(rb'"(?:%s)"|\\u00(?:5[fF]|6[1-9a-fA-F]|7[0-9aA])' % "|".join(MEDIA).encode())
+"""A name of `MEDIA`, or a letter of such a name as an escape."""
+
+
+def _has_more(content: dict[str, msgspec.Raw]) -> bool:
+    """Return whether a prompt may have more tokens than the bytes of its fields."""
+    if any(bytes(content.get(name, b"null")) not in (b"null", b'"do_not_pad"') for name in BEYOND):
+        return True
+    return any(
+        name in content and _MAY_BE_MEDIA.search(content[name]) and _has_media(bytes(content[name]), _DEEPEST)
+        for name in MESSAGE_LISTS
+        if name != "tools"
+    )
+
+
+def _has_media(text: bytes, levels: int) -> bool:
+    """Return whether the parts of messages have media, as a key or as their type."""
+    try:
+        if text.startswith(b"{"):
+            part = _PART.decode(text)
+            if any(len(getattr(part, name)) for name in MEDIA):
+                return True
+            if len(part.type) and msgspec.json.decode(part.type) in MEDIA:
+                return True
+            return any(_has_media(bytes(inner), levels) for inner in (part.content, part.output))
+        if not _LIST_START.match(text):
+            return False
+        return not levels or any(_has_media(bytes(item), levels - 1) for item in _LIST.decode(text))
+    except (msgspec.MsgspecError, RecursionError, ValueError):
+        return True
+
+
+def _answer_values(content: dict[str, msgspec.Raw], path: str, prompts: int) -> int:
+    """Return the answers, and the logprobs of their tokens, that a route makes for the whole answer at least.
+
+    The engine counts the others: those of prompts, and of answers without a stated length.
+    """
+    answers = prompts * max(1, _number(content, "n"))
+    length = next((_number(content, name) for name in LENGTHS.get(path, ()) if _states(content, name)), 0)
+    if _is_true(content.get("stream")) or not _states(content, "logprobs") or path == RESPONSES:
+        return answers
+    each = max(0, _number(content, "logprobs"))
+    if path in CHATS:
+        each = max(0, _number(content, "top_logprobs")) if each else -1
+    return answers * (1 + max(0, length) * (1 + each))
+
+
+def _states(content: dict[str, msgspec.Raw], name: str) -> bool:
+    return bytes(content.get(name, b"null")) != b"null"
+
+
+def _number(content: dict[str, msgspec.Raw], name: str) -> int:
+    """Return a number or a flag that a body states; 0: vLLM reads another value, or refuses it."""
+    value = _values(content, (name,)).get(name)
+    return int(value) if isinstance(value, int | float) and abs(value) < 1 << 53 else 0
+
+
+def _check_template(text: bytes) -> None:
+    """Check the variables of a chat template that a request gives."""
+    name = "chat_template_kwargs"
+    if len(text) > MAX_TEMPLATE_BYTES:
+        message = f"{name}: has {len(text)} bytes; at most {MAX_TEMPLATE_BYTES} are allowed"
+        raise _refused(message, name)
+    try:
+        variables = msgspec.json.decode(text)
+        if not isinstance(variables, dict):
+            # vLLM refuses it.
+            return
+        for key in variables:
+            if key in TEMPLATE_ARGUMENTS or key.endswith(("_token", "special_tokens")):
+                kind = "an argument of a function" if key in TEMPLATE_ARGUMENTS else "a token of the model"
+                message = f"{name}.{key[:MAX_NAME]}: is {kind}, and no variable of the chat template; "
+                own = key in ("tools", "documents", "add_generation_prompt", "continue_final_message")
+                raise _refused(message + (f"use the field {key}" if own else "leave it out"), name)
+        if (number := _largest(variables)) > MAX_TEMPLATE_NUMBER:
+            message = f"{name}: has the number {number:g}; at most {MAX_TEMPLATE_NUMBER} is allowed"
+            raise _refused(message, name)
+    except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError):
+        raise _refused(f"{name}: is no value that can be read", name) from None
+
+
+def _largest(value: Any) -> float:
+    """Return the largest number in a value, without its sign."""
+    if isinstance(value, dict | list):
+        return max(map(_largest, value.values() if isinstance(value, dict) else value), default=0)
+    return abs(value) if isinstance(value, int | float) else 0
 
 
 def _is_true(text: bytes | None) -> bool:

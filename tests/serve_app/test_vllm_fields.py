@@ -1,18 +1,25 @@
 """Fields of vLLM's own requests: those that can multiply work, and what each may cost, by route."""
 
+import importlib
+import inspect
 import json
+import pkgutil
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import vllm.tokenizers
+from transformers.utils.chat_template_utils import render_jinja_template
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.pooling.classify.api_router import router as classify
 from vllm.entrypoints.pooling.embed.api_router import router as embed
 from vllm.entrypoints.pooling.scoring.api_router import router as scoring
+from vllm.renderers import chat_utils
+from vllm.renderers.hf import safe_apply_chat_template
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from serve_app.api.facts import NUMBERS
+from serve_app.api.facts import MEDIA, NUMBERS, TEMPLATE_ARGUMENTS
 from serve_app.api.protocol import GenerateRequest, ProcessRequest, parse_generate, parse_process
 from serve_app.api.routes import CLASSIFY, EMBEDDINGS, GENERATE, MOVED, OPENAI
 from tests.serve_app.ingress.engine_doubles import Client, Engine, echo, health
@@ -58,6 +65,7 @@ REVIEWED = {
         ),
         "ingress.max_messages",
     ),
+    "chat_template_kwargs": "16,384 bytes of variables of the template, and numbers up to a million",
     "truncate_prompt_tokens": "a long text is cut before it is tokenized",
     **dict.fromkeys(
         ("logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids"),
@@ -98,7 +106,6 @@ REVIEWED = {
     ),
     **dict.fromkeys(
         (
-            "chat_template_kwargs",
             "ec_transfer_params",
             "include",
             "kv_transfer_params",
@@ -246,6 +253,32 @@ def test_each_other_field_was_looked_at(openapi: Any) -> None:
     assert found <= REVIEWED.keys() | SWITCHES.keys(), "fields that nobody has looked at"
 
 
+def test_each_argument_of_the_functions_around_a_template_is_known() -> None:
+    tokenizers = [
+        vars(importlib.import_module(module.name))
+        for module in pkgutil.iter_modules(vllm.tokenizers.__path__, "vllm.tokenizers.")
+    ]
+    own = [
+        kind.apply_chat_template
+        for names in tokenizers
+        for kind in names.values()
+        if isinstance(kind, type) and hasattr(kind, "apply_chat_template")
+    ]
+    found = {
+        parameter.name
+        for function in (safe_apply_chat_template, render_jinja_template, *own)
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    }
+    assert found >= {"padding", "max_length", "tokenize", "model_config", "conversations"}
+    # An encoder without a template reads this variable as an argument.
+    assert found <= TEMPLATE_ARGUMENTS | {"reasoning_effort"}
+
+
+def test_each_part_of_a_message_with_media_is_known() -> None:
+    assert set(MEDIA) >= chat_utils._MEDIA_CONTENT_PART_KEYS
+
+
 MAX_VALUES = 200
 LARGE_TEXT = "a" * (1 << 18)
 
@@ -258,7 +291,7 @@ NUMBERED = {
 """Fields that are prompts in tokens, or vectors: in these alone numbers are cheap."""
 
 TEXTS = {
-    *("prompt", "prompt_embeds", "prompts", "suffix", "records", "tokens", "chat_template_kwargs"),
+    *("prompt", "prompt_embeds", "prompts", "suffix", "records", "tokens"),
     *("messages", "system", "instructions", "tools", "previous_input_messages"),
     *("input", "query", "queries", "documents", "items", "instruction"),
     *("text_1", "text_2", "data_1", "data_2"),

@@ -4,7 +4,7 @@ import json
 import pickle
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,11 +28,15 @@ from serve_app.api.facts import (
     LENGTHS,
     LEVELS,
     MAX_BYTES,
+    MAX_TEMPLATE_BYTES,
+    MAX_TEMPLATE_NUMBER,
+    MEDIA,
     MESSAGE_LISTS,
     NOTHING,
     NUMBERS,
     OPTIONS,
     PROMPT_LISTS,
+    TEMPLATE_ARGUMENTS,
     TEMPLATE_TOKENS,
     UNKNOWN_CONTEXT,
     Facts,
@@ -141,17 +145,17 @@ def parts(value: Any) -> int:
     return sum(map(parts, value)) if isinstance(value, list) and not is_numbers(value[:1]) else 0
 
 
-def texts(value: Any) -> Iterator[str]:
-    """Yield the texts in a value, the names of fields included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        yield from value
-        for item in value.values():
-            yield from texts(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from texts(item)
+def has_media(value: Any) -> bool:
+    """Return whether a message, or a part of its content, has a key or a type of `MEDIA`."""
+    if isinstance(value, dict):
+        kind = value.get("type")
+        return (
+            any(name in value for name in MEDIA)
+            or (isinstance(kind, str) and kind in MEDIA)
+            or has_media(value.get("content"))
+            or has_media(value.get("output"))
+        )
+    return isinstance(value, list) and not is_numbers(value[:1]) and any(map(has_media, value))
 
 
 def read_as(kind: Any, value: Any) -> Any:
@@ -210,7 +214,12 @@ def check_facts(facts: Facts, content: dict[str, Any], body: bytes, path: str) -
     assert facts.prompts >= max(counts, default=1)
     if facts.prompt is not None:
         assert facts.prompt >= len(body) + facts.prompts * TEMPLATE_TOKENS
-        assert not {"image_url", "input_audio", "prompt_embeds"} & set(texts(content))
+        assert content.get("prompt_embeds") is None
+        assert not any(has_media(content.get(name)) for name in MESSAGE_LISTS if name != "tools")
+    if facts.output == 0:
+        assert facts.values == 0
+    else:
+        assert facts.values <= facts.prompts * facts.answers * (1 + (facts.output or 0) * 2**53)
     assert facts.grammar == any(name in content for name in GRAMMARS)
     assert facts.stream >= bool(read_as(bool, content.get("stream")))
     if path not in POOLING:
@@ -361,6 +370,106 @@ def test_bytes_say_nothing_about_media(part: str) -> None:
     messages = [{"role": "user", "content": [{"type": part, part: {"url": "https://x/y"}}]}]
     assert facts_of(CHAT, messages=messages).prompt is None
     assert facts_of(CHAT, messages=[{"role": "user", "content": f"an {part}"}]).prompt is not None
+    for typed in ({"type": part}, {part: "https://x/y"}):
+        inner = [{"role": "user", "content": [{"type": "tool_result", "content": [typed]}]}]
+        assert facts_of("/v1/messages", messages=inner).prompt is None
+    assert facts_of("/v1/responses", input=[{"output": [{"type": part}]}]).prompt is None
+
+
+@pytest.mark.parametrize("name", ["image", "video", "audio_url", "prompt_embeds", "previous_response_id"])
+def test_a_name_of_media_outside_a_part_of_a_message_is_no_media(name: str) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {name: {}}}}}
+    called = {"type": "tool_use", "name": "f", "id": "x", "input": {name: "x"}}
+    messages = [{"role": "user", "content": name}, {"role": "assistant", "content": [called]}]
+    facts = facts_of(CHAT, messages=messages, tools=[tool], response_format={name: {}}, metadata={name: name})
+    assert facts.prompt == facts.size + TEMPLATE_TOKENS
+    assert facts.most(131_072) < 131_072 or facts.output is None
+
+
+@pytest.mark.parametrize("field", ["prompt_embeds", "previous_response_id", "padding"])
+def test_bytes_say_nothing_about_a_prompt_that_a_field_makes_longer(field: str) -> None:
+    assert facts_of("/v1/embeddings", input="a", **{field: "max_length"}).most(100) == 100
+    assert facts_of("/v1/embeddings", input="a", **{field: None}).prompt is not None
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "values"),
+    [
+        (CHAT, {}, 1),
+        (CHAT, {"n": 3}, 3),
+        (CHAT, {"n": 3, "logprobs": True}, 3),
+        (CHAT, {"n": 3, "logprobs": True, "max_tokens": 10}, 3 * 11),
+        (CHAT, {"n": 32, "logprobs": True, "top_logprobs": 20, "max_tokens": 300}, 32 * (1 + 300 * 21)),
+        (CHAT, {"n": 3, "logprobs": False, "top_logprobs": 20, "max_tokens": 300}, 3),
+        (CHAT, {"logprobs": True, "top_logprobs": -1, "max_tokens": 10}, 11),
+        (CHAT, {"logprobs": True, "top_logprobs": "many", "max_tokens": 10}, 11),
+        (CHAT, {"logprobs": True, "top_logprobs": 20, "max_tokens": 300, "stream": True}, 1),
+        ("/v1/completions", {"prompt": ["a", "b"], "n": 2, "logprobs": 4, "max_tokens": 10}, 4 * 51),
+        ("/v1/completions", {"prompt": ["a", "b"], "logprobs": 0, "max_tokens": 10}, 2 * 11),
+        ("/v1/embeddings", {"input": ["a", "b"], "n": 2}, 0),
+    ],
+)
+def test_the_values_of_an_answer_that_a_body_states(path: str, fields: dict[str, Any], values: int) -> None:
+    assert facts_of(path, **fields).values == values
+    # The limit of the config is no length that the request states.
+    limited = facts_of(path, IngressSettings(max_tokens=500), **fields)
+    assert limited.values == values
+
+
+# Variables of chat templates
+
+TEMPLATES = ("chat_template_kwargs: ", "chat_template_kwargs.")
+
+
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [
+        *(({name: 1}, f"{name}: is an argument") for name in sorted(TEMPLATE_ARGUMENTS)),
+        ({"documents": []}, "use the field documents"),
+        ({"enable_thinking": True, "bos_token": "x" * 9}, "bos_token: is a token of the model"),
+        ({"a": "x" * MAX_TEMPLATE_BYTES}, f"at most {MAX_TEMPLATE_BYTES} are allowed"),
+        ({"a": [{"b": MAX_TEMPLATE_NUMBER + 1}]}, f"at most {MAX_TEMPLATE_NUMBER} is allowed"),
+        ({"a": -1e300}, f"at most {MAX_TEMPLATE_NUMBER} is allowed"),
+    ],
+)
+def test_a_request_hands_nothing_but_variables_to_a_template(variables: dict[str, Any], reason: str) -> None:
+    for path in (*OPENAI, "/tokenize"):
+        with pytest.raises(RequestError) as caught:
+            facts_of(path, chat_template_kwargs=variables)
+        assert (caught.value.status, caught.value.param) == (400, "chat_template_kwargs")
+        assert caught.value.message.startswith(TEMPLATES)
+        assert reason in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        rb'{"\u0070adding": "max_length"}',
+        b'{"a": NaN, "padding": "max_length"}',
+        b'{"padding": null}',
+        b'{"a": %s1%s}' % (b"[" * 3000, b"]" * 3000),
+        b'{"a": 1%s}' % (b"0" * 5000),
+    ],
+)
+def test_no_spelling_hides_what_is_handed_to_a_template(text: bytes) -> None:
+    for body in (b'{"chat_template_kwargs": %s}', rb'{"chat\u005ftemplate_kwargs": %s, "x": NaN}'):
+        with pytest.raises(RequestError) as caught:
+            inspect(body % text, CHAT, LIMITS)
+        assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        {},
+        5,
+        {"enable_thinking": False, "thinking_budget": -1, "reasoning_effort": "low"},
+        {"xml_tools": [{"name": "f", "parameters": {"padding": 1}}], "date_string": "29 Nov 2026"},
+    ],
+)
+def test_variables_of_a_template_pass(value: object) -> None:
+    assert facts_of(CHAT, messages=[], chat_template_kwargs=value).prompts == 1
 
 
 @pytest.mark.parametrize("name", ["image\\u005furl", "\\u0069mage_url", "image_ur\\u006C"])
