@@ -173,8 +173,8 @@ class RequestMiddleware:
         except Exception as error:
             # `fault_response` logs the stack. Starlette's own handler is in front of this middleware, where
             # an answer has no headers for other origins.
-            if context.status:
-                # The answer has begun: the connection breaks.
+            if context.status or isinstance(error, RequestError):
+                # The answer has begun, and its connection breaks; or it is no fault.
                 raise
             await (await fault_response(Request(scope), error))(scope, receive, send)
         finally:

@@ -634,13 +634,15 @@ class RelayResponse(Response):
             logger.info("an engine failed behind its answer: %r", error)
 
     def _note_loss(self, error: Exception) -> None:
-        """Count an engine that was lost while it had the request. The other tries are counted from there.
+        """Count an engine that was lost while it had the request. Tries are counted from each such engine.
 
         Raises:
             PoisonError: The request may be the cause.
         """
         assert self._call is not None
-        if self._losses.add(error, self._call.engine):
+        before = self._losses.count
+        self._losses.add(error, self._call.engine)
+        if self._losses.count > before:
             self._tried = 1
 
     def _log(self, event: str, error: Exception) -> None:

@@ -173,3 +173,8 @@ def test_idle_replicas_stop_and_the_driver_wakes_one(scaled: Service, watch: Wat
     assert [row["result"] for row in rows] == ["75"] * ROWS
     watch.wait_for(1)
     assert watch.most == 2
+    # A call that may not wait for a replica is answered before there is one.
+    watch.wait_for(0)
+    late = httpx.post(f"{scaled.url}/generate", json=CALL | {"queue_timeout_s": 0.5}, timeout=ANSWER_S)
+    assert late.status_code == 408
+    assert watch.now == 0

@@ -5,6 +5,7 @@ import json
 from array import array
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -202,7 +203,8 @@ async def test_engines_that_stop_are_no_loss_and_tries_are_bounded(
 @pytest.mark.parametrize("failure", [DEAD, AWAY, CUT, LOST], ids=["died", "away", "cut", "lost"])
 @virtual
 async def test_a_request_survives_two_engines_and_no_third(failure: bytes | Exception) -> None:
-    assert (await reply(Engines([[STOPS], [failure], [failure], [ANSWER]]))).status == 200
+    surviving = Engines([[STOPS], [failure], [STOPS], [failure], [STOPS], [ANSWER]])
+    assert (await reply(surviving)).status == 200
     engines = Engines([[STOPS], [failure], [failure], [failure], [ANSWER]])
     received = await reply(engines)
     assert received.status == 500
@@ -236,6 +238,23 @@ async def test_an_engine_that_dies_refuses_for_a_while_and_its_loss_is_not_forgo
     assert (received.status, len(engines.asked)) == (500, 7)
     assert received.headers[b"x-should-retry"] == b"false"
     assert (await reply(Engines([*scripts, *scripts, [ANSWER]]))).status == 200
+
+
+@virtual
+async def test_the_tries_of_one_engine_that_is_lost_each_time_are_bounded() -> None:
+    engines = Engines([[LOST]])
+
+    def ask(request: RelayRequest) -> EngineCall:
+        call = engines.ask(request)
+        same: Any = engines.answers[-1]
+        same._replica_result = SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda: "ac70"))
+        return call
+
+    received = Reply()
+    request = RelayRequest("POST", "/v1/completions", b"", [], b"{}")
+    await RelayResponse(ask, request)(scope_of(), no_body, received.take)
+    assert received.status == 503
+    assert len(engines.asked) == TRIES
 
 
 @virtual
