@@ -373,6 +373,13 @@ class LLMSettings(Strict):
             "logprobs of each. vLLM builds them on the event loop."
         ),
     )
+    transfer_keys: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        default=(),
+        description=(
+            "Names of the API keys whose requests may have `kv_transfer_params` and `ec_transfer_params`, "
+            "which name hosts and blocks for the engine's connector; all other callers get a 400."
+        ),
+    )
     routing: Literal["prefix", "least_loaded"] = Field(
         default="prefix",
         description=(

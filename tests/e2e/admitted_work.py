@@ -7,7 +7,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import redirect_stdout
 from typing import Any
 
@@ -141,8 +141,8 @@ def facts_of(path: str, body: dict[str, Any], size: int) -> Facts:
     )
 
 
-async def run() -> dict[str, Any]:
-    """Return the results of all cases."""
+async def started() -> Engine:
+    """Return a real engine behind its deployment's class, without Ray."""
     settings = LLMSettings(
         id="demo",
         source=DEMO_MODEL,
@@ -158,6 +158,24 @@ async def run() -> dict[str, Any]:
     engine = Engine.__new__(Engine)
     # Serve awaits the constructor too.
     await engine.__init__(settings, 10_000)  # type: ignore[misc]
+    return engine
+
+
+async def answer(engine: Engine, request: RelayRequest) -> tuple[int, bytes]:
+    """Return the status and the text of an answer."""
+    status, text = 0, b""
+    async with asyncio.timeout(LIMIT_S):
+        async for message in engine.relay(request):
+            if message != KEEP_ALIVE:
+                piece = unpack(message)
+                status = piece.head.status if piece.head else status
+                text += piece.body
+    return status, text
+
+
+async def run() -> dict[str, Any]:
+    """Return the results of all cases."""
+    engine = await started()
     results: dict[str, Any] = {}
     try:
         watch = Watch(engine)
@@ -167,13 +185,7 @@ async def run() -> dict[str, Any]:
             headers = [(b"content-type", b"application/json")]
             facts = facts_of(path, OPTIONS | body, len(content))
             request = RelayRequest("POST", path, b"", headers, content, facts=facts)
-            status, text = 0, b""
-            async with asyncio.timeout(LIMIT_S):
-                async for message in engine.relay(request):
-                    if message != KEEP_ALIVE:
-                        piece = unpack(message)
-                        status = piece.head.status if piece.head else status
-                        text += piece.body
+            status, text = await answer(engine, request)
             left = engine._engine.batcher.stats.running
             results[name] = watch.counts | {"status": status, "left": left, "text": text.decode()[:300]}
     finally:
@@ -181,8 +193,8 @@ async def run() -> dict[str, Any]:
     return results
 
 
-def main() -> None:
-    """Print {case: counts}."""
+def report(run: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+    """Print the results of a run as JSON, and end this process."""
     os.environ |= ENVIRONMENT
     # vLLM's processes write to the same stream: the results are its last line.
     with redirect_stdout(sys.stderr):
@@ -193,4 +205,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    report(run)

@@ -42,6 +42,12 @@ FIELD = "structured_outputs"
 SALT = 32
 """Hexadecimal digits of a salt."""
 
+TRANSFERS = {"kv_transfer_params", "ec_transfer_params"}
+"""Names in the `extra_args` of sampling parameters that vLLM hands to its connectors."""
+
+MOST_LENGTH_PENALTY = 10
+"""Largest `length_penalty` of a beam search, up or down: it is an exponent of the length."""
+
 MAX_ID = 256
 """Longest id of a request that vLLM gets, in characters: vLLM returns it with each token."""
 
@@ -70,6 +76,7 @@ class GatedLLM(CountedLLM):
         intervals: Decides the tokens in a piece of a stream that the scheduler doesn't hold.
         by_priority: vLLM schedules by priority too.
         goals: Latency goals of live traffic; None: there are none.
+        transfer_keys: Names of the API keys whose requests may move KV caches between engines.
         max_prompt_logprobs: Most logprobs of prompt tokens that a prompt may ask for.
         compiles_grammars: The engine compiles grammars with xgrammar; another backend refuses them itself.
         salts: Each tenant has a part of the prefix cache of its own.
@@ -80,6 +87,7 @@ class GatedLLM(CountedLLM):
     intervals: StreamIntervals
     by_priority: bool
     goals: GoalSettings | None = None
+    transfer_keys: tuple[str, ...] = ()
     max_prompt_logprobs: int
     compiles_grammars: bool = False
     salts: bool = False
@@ -136,6 +144,7 @@ class GatedLLM(CountedLLM):
         if most is not None and (params.max_tokens or limit) > most:
             # A larger value is a default: the Ingress has refused what a client asks for beyond it.
             params.max_tokens = most
+        self._check_transfers(job, params)
         self._check_prompt_logprobs(length, params)
         if error := oversize(params, self.input_processor):
             raise refused(error)
@@ -161,9 +170,11 @@ class GatedLLM(CountedLLM):
         if self.by_priority:
             # Not the priority in the body: the Ingress has decided what its client may ask for.
             options["priority"] = 0 if slot.promoted else job.scheduling.priority
-            if self.goals is not None and options["priority"] <= 0:
-                told = {GOALS: goals_left(self.goals, time.monotonic() - job.began + job.request.age_s)}
-                params.extra_args = (params.extra_args or {}) | told
+        # A client can write the same field.
+        told = {name: value for name, value in (params.extra_args or {}).items() if name != GOALS}
+        if self.by_priority and self.goals is not None and options["priority"] <= 0:
+            told[GOALS] = goals_left(self.goals, job.request.age_s)
+        params.extra_args = told or None
         # The parameters don't change any more, and a copy costs a fifth of vLLM's work on a short prompt.
         params.skip_clone = True
         if job.request.token_ids:
@@ -226,6 +237,12 @@ class GatedLLM(CountedLLM):
         """
         job = current()
         assert job is not None
+        if not abs(params.length_penalty) <= MOST_LENGTH_PENALTY:
+            message = (
+                f"length_penalty: must be between -{MOST_LENGTH_PENALTY} and {MOST_LENGTH_PENALTY}, "
+                f"not {params.length_penalty}"
+            )
+            raise refused(RequestError(400, "invalid_request_error", message, param="length_penalty"))
         length = prompt_length(prompt, self.model_config.max_model_len)
         if job.request.max_tokens is not None:
             params.max_tokens = min(params.max_tokens, job.request.max_tokens)
@@ -318,6 +335,32 @@ class GatedLLM(CountedLLM):
             await self.door.grammars.compile(grammar, job.grammars)
         except RequestError as error:
             raise refused(error) from None
+
+    def _check_transfers(self, job: Job, params: SamplingParams) -> None:
+        """Refuse what moves KV caches between engines, except from the keys that the config names.
+
+        Raises:
+            VLLMValidationError: 400.
+        """
+        for name in TRANSFERS & (params.extra_args or {}).keys():
+            if job.request.key not in self.transfer_keys:
+                message = (
+                    f"{name}: is taken only from the API keys in the model's setting `transfer_keys`; leave "
+                    "the field out, in vllm_xargs too"
+                )
+            elif not isinstance(params.extra_args[name], dict):
+                message = f"{name}: must be an object"
+            else:
+                continue
+            raise refused(RequestError(400, "invalid_request_error", message, param=name))
+
+    async def notify_kv_transfer_request_rejected(
+        self, request_id: str, kv_transfer_params: dict[str, Any], **options: Any
+    ) -> None:
+        """Tell the connector, as vLLM's application does for a refused request, if its key may."""
+        job = current()
+        if job is not None and job.request.key in self.transfer_keys:
+            await super().notify_kv_transfer_request_rejected(request_id, kv_transfer_params, **options)
 
     def _check_prompt_logprobs(self, length: int, params: SamplingParams) -> None:
         """Refuse more logprobs of a prompt than the event loop can make without holding others up.

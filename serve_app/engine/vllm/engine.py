@@ -111,6 +111,7 @@ class VLLMEngine:
         self.llm.intervals = StreamIntervals()
         self.llm.salts = salts
         self.llm.by_priority = self._args.scheduling_policy == "priority"
+        self.llm.transfer_keys = settings.transfer_keys
         self.llm.max_prompt_logprobs = settings.max_prompt_logprobs
         self._goals = self.llm.goals = settings.batcher.goals
         self._limits = limits_of(settings.batcher, self.llm)

@@ -16,7 +16,8 @@ from serve_app.engine.vllm.held_tokens import HeldTokens
 GOALS = "saturate_goals"
 """Key of a live request's goals in the `extra_args` of its sampling parameters, which vLLM has for plugins.
 
-They are the seconds that are left until the first token, and the seconds per token after it; 0: no goal."""
+The goals are the seconds that are left until the first token, and the seconds per token after it; 0: no goal.
+A client can write `extra_args` too, so the engine's client sets or removes the key in each request."""
 
 STEPS_TO_FIRST = 3
 """Steps until the first token of a live request, at most: the running one, a decided one, and its own."""
@@ -89,6 +90,18 @@ def scheduler_class(vllm_config: Any, live_first: type | None = None, *, held: b
     return type(scheduler.__name__, (*tokens, *first, scheduler), {})
 
 
+class _Goals(NamedTuple):
+    """The goals of a request in seconds; 0: no goal.
+
+    Attributes:
+        first_s: Until its first token, without the time of its own prompt.
+        token_s: Per token after the first.
+    """
+
+    first_s: float
+    token_s: float
+
+
 class _Step(NamedTuple):
     """A step that was submitted: its work, and the time of its submission."""
 
@@ -145,7 +158,7 @@ class LiveFirst:
         self._submitted: deque[_Step] = deque()  # steps without an output yet
         self._ended_at = self._decided_at = self._row_at = self.clock()
         self._live_until = -math.inf
-        self._first_s = self._token_s = 0.0  # the goals
+        self._first_s = 0.0  # the last live request's goal for its first token
         self._usual = 0.0  # mean prompt tokens of rows in a step
         # Means: to decide a step, and for the first part of its submission.
         self._decides_s = self._submits_s = 0.0
@@ -155,14 +168,13 @@ class LiveFirst:
         self._short = 0  # steps for which no row is added
 
     def add_request(self, request: Any) -> None:
-        """Take in a request. The goals of the last live one hold."""
+        """Take in a request, with its goals if it is live."""
+        request.goals_s = _Goals(0.0, 0.0)
         if request.priority <= 0:
-            params = request.sampling_params
-            goals = (params.extra_args or {}).get(GOALS) if params is not None else None
-            self._first_s, self._token_s = goals or (0.0, 0.0)
-            if self._first_s:
-                own_s = self.times.per_prompt_token * request.num_prompt_tokens
-                self._first_s = max(self._first_s - own_s, LEAST_HOLD_S)
+            self._first_s, token_s = _goals(request)
+            own_s = self.times.per_prompt_token * request.num_prompt_tokens
+            first_s = max(self._first_s - own_s, LEAST_HOLD_S) if self._first_s else 0.0
+            request.goals_s = _Goals(first_s, token_s)
         elif not self.requests:
             self._row_at = self.clock()
         super().add_request(request)  # type: ignore[misc]
@@ -238,18 +250,20 @@ class LiveFirst:
 
     def _prepare(self, now: float) -> list[Any]:
         """Set the limits of the next step; return the rows that are left out, which `running` has no more."""
-        waiting = self._waiting_live()
+        live = self._waiting_live()
         rows = sum(each.priority > 0 for each in self.running)
-        if waiting or rows < len(self.running):
+        if live or rows < len(self.running):
             self._live_until = now + LIVE_S
-        if rows or len(self.waiting) == len(waiting):
+        if rows or len(self.waiting) == len(live):
             self._row_at = now
         elif now >= self._row_at + AGING_S:
             self._promote()
             return self._prepare(self._row_at + AGING_S / 2)
-        if not rows and len(self.waiting) == len(waiting):
+        if not rows and len(self.waiting) == len(live):
             return []
-        self.running.sort(key=lambda each: each.priority)
+        waiting = [each for each in live if _may_run(each)]
+        # By priority, and by arrival: the youngest rows are the last ones.
+        self.running.sort()
         self._displace(waiting)
         left_out = self._leave_out(self._without_blocks(waiting))
         if now < self._live_until and self._may_bound and self.times.known:
@@ -332,8 +346,11 @@ class LiveFirst:
         """Bound the prompt tokens of rows in the next step; return the rows that are left out for time."""
         decodes, parts = [], []
         tokens = context = prompts = 0
+        goals_s = [_goal_s(each) for each in waiting]
         for each in self.running:
             left = _unscheduled(each)
+            if each.priority <= 0:
+                goals_s.append(_goal_s(each))
             if not each.is_prefill_chunk:
                 decodes.append(each)
                 tokens += left
@@ -343,7 +360,8 @@ class LiveFirst:
             else:
                 prompts += left
         prompts += sum(map(self._left, waiting))
-        bound_s = self._bound_s(Work(0, len(decodes), context))
+        usual_s = self._usual_s(Work(0, len(decodes), context))
+        bound_s = min([usual_s, *filter(None, goals_s)])
         left_out = []
         # The oldest row stays in the step.
         while len(decodes) > 1 and decodes[-2].priority > 0:
@@ -353,31 +371,30 @@ class LiveFirst:
             tokens -= _unscheduled(row)
             context -= row.num_computed_tokens
             left_out.append(row)
+        if self._first_s:
+            # A request that comes meanwhile has the same goal. Decodes of rows don't stop for it.
+            bound_s = min(bound_s, self._first_s / STEPS_TO_FIRST)
         space = self.times.prompt_tokens(bound_s, Work(0, len(decodes), context)) - prompts
         space = max(space, TRICKLE)
         if waiting:
             # vLLM goes on with prompts before it begins others: those of rows would take the step.
             taken = 0
             for row in parts:
-                taken += _unscheduled(row)
-                if taken > space:
+                if taken + _unscheduled(row) > space:
                     left_out.append(row)
+                else:
+                    taken += _unscheduled(row)
         self.max_num_scheduled_tokens = min(self._most_tokens, tokens + prompts + space)
         return left_out
 
-    def _bound_s(self, decodes: Work) -> float:
-        """Return the seconds that the next step may take.
+    def _usual_s(self, decodes: Work) -> float:
+        """Return the seconds that the next step may take without goals.
 
-        Without goals, prompts of rows are spread over the steps: a step has little more of them than the mean
-        of late, or as many as double its time. A batch that has more to do raises the mean.
+        Prompts of rows are spread over the steps: a step has little more of them than the mean of late, or as
+        many as double its time. A batch that has more to do raises the mean.
         """
         decodes_s = self.times.predict(decodes)
-        bounds = [decodes_s + max(decodes_s, SPREAD * self._usual * self.times.per_prompt_token)]
-        if self._token_s:
-            bounds.append(self._token_s)
-        if self._first_s:
-            bounds.append(self._first_s / STEPS_TO_FIRST)
-        return min(bounds)
+        return decodes_s + max(decodes_s, SPREAD * self._usual * self.times.per_prompt_token)
 
     def _leave_out(self, rows: list[Any]) -> list[Any]:
         """Take rows out of `running`; return them.
@@ -410,6 +427,29 @@ class LiveFirst:
 
     def _blocks_free(self) -> int:
         return int(self.kv_cache_manager.block_pool.get_num_free_blocks())
+
+
+def _goals(request: Any) -> tuple[float, float]:
+    """Return the goals that the engine's client has told, in seconds; zeros for anything else than a pair."""
+    params = request.sampling_params
+    match (params.extra_args or {}).get(GOALS) if params is not None else None:
+        case [float(first_s), float(token_s)] if 0 <= first_s < math.inf and 0 <= token_s < math.inf:
+            return first_s, token_s
+    return 0.0, 0.0
+
+
+def _goal_s(request: Any) -> float:
+    """Return the longest step that suits a live request, in seconds; 0: it has no goal now."""
+    if request.num_output_tokens or request.num_computed_tokens >= request.num_prompt_tokens:
+        return float(request.goals_s.token_s)
+    return float(request.goals_s.first_s) / STEPS_TO_FIRST
+
+
+def _may_run(request: Any) -> bool:
+    """Return whether a request that waits can be in the next step: a grammar of it is compiled."""
+    if (asked := request.structured_output_request) is None:
+        return True
+    return asked.grammar is not None and not isinstance(asked.grammar, Exception)
 
 
 def _unscheduled(request: Any) -> int:

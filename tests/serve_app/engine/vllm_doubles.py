@@ -67,6 +67,7 @@ class Script:
         calls: The arguments of each call.
         costs: The cost that was reserved when the engine got each call.
         closed: Calls whose generator has ended.
+        rejected: What the engine was told of refused requests.
     """
 
     def __init__(self, *results: Any) -> None:
@@ -75,6 +76,7 @@ class Script:
         self.costs: list[int] = []
         self.calls: list[dict[str, Any]] = []
         self.closed = 0
+        self.rejected: list[Any] = []
 
     async def run(
         self, prompt: Any, params: Any, request_id: str, **options: Any
@@ -124,6 +126,9 @@ class ScriptedLLM(AsyncLLM):  # type: ignore[misc]
 
     def generate(self, *args: Any, **options: Any) -> Any:
         return self.script.run(*args, **options)
+
+    async def notify_kv_transfer_request_rejected(self, _: str, params: Any, **__: Any) -> None:
+        self.script.rejected.append(params)
 
     def encode(self, *args: Any, **options: Any) -> Any:
         return self.script.run(*args, **options)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import time
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from dataclasses import replace
@@ -23,7 +24,7 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from serve_app.engine.grammars import Grammar, GrammarCheck
 from serve_app.engine.job import Job
 from serve_app.engine.stream_interval import STREAMS
-from serve_app.engine.vllm.client import GatedLLM, goals_left
+from serve_app.engine.vllm.client import MOST_LENGTH_PENALTY, GatedLLM, goals_left
 from serve_app.engine.vllm.scheduler import GOALS
 from serve_app.relay.usage import Tokens
 from serve_app.settings.models import GoalSettings
@@ -248,29 +249,96 @@ async def test_vllm_gets_the_tier_of_the_job_where_it_schedules_by_priority(by_p
         assert script.calls[0]["priority"] == (1 if by_priority else -5)
 
 
+GOALS_OF_CONFIG = GoalSettings(ttft_p99_s=200.0, tpot_p99_s=0.05)
+
+
 @pytest.mark.parametrize(
-    ("priority", "promoted", "given"),
-    [(0, False, True), (-1, False, True), (1, False, False), (1, True, True)],
+    ("goals", "priority", "promoted", "given"),
+    [
+        (GOALS_OF_CONFIG, 0, False, True),
+        (GOALS_OF_CONFIG, -1, False, True),
+        (GOALS_OF_CONFIG, 1, False, False),
+        (GOALS_OF_CONFIG, 1, True, True),
+        (None, 0, False, False),
+    ],
 )
+@pytest.mark.parametrize("own", [None, 5, (1e-9, 1e-9)])
 @virtual
-async def test_a_live_request_brings_its_goals_to_the_scheduler(
-    priority: int, promoted: bool, given: bool
+async def test_the_scheduler_gets_the_goals_of_the_config_and_none_of_a_client(
+    goals: GoalSettings | None, priority: int, promoted: bool, given: bool, own: Any
 ) -> None:
     async with opened() as site:
         script = Script(output(1, finish="stop"))
         llm = gated(script, site, by_priority=True)
-        llm.goals = GoalSettings(ttft_p99_s=2.0, tpot_p99_s=0.05)
+        llm.goals = goals
         job = await admitted(llm, new_job(priority=priority))
         assert job.slot is not None
         job.slot.promoted = promoted
-        params = SamplingParams(max_tokens=4, extra_args={"own": 1})
+        # The time since the arrival here is part of the age.
+        job.began -= 40.0
+        job.request = replace(job.request, arrived_at=time.time() - 40.0)
+        params = SamplingParams(max_tokens=4, extra_args={"own": 1} | ({GOALS: own} if own else {}))
         async for _ in llm.generate(TEN, params, "r"):
             pass
         assert script.calls[0]["priority"] == (0 if promoted else priority)
         told = dict(params.extra_args or {})
-        first_s, token_s = told.pop(GOALS, (0.0, 0.0))
+        assert told.pop(GOALS, None) == ((pytest.approx(160.0, abs=20.0), 0.05) if given else None)
         assert told == {"own": 1}
-        assert (1.0 <= first_s <= 2.0, token_s) == ((True, 0.05) if given else (False, 0.0))
+
+
+MOVE = {"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_port": 1}
+
+
+@pytest.mark.parametrize("name", ["kv_transfer_params", "ec_transfer_params"])
+@pytest.mark.parametrize(
+    ("key", "value", "refusal"),
+    [
+        ("router", MOVE, ""),
+        ("router", "x", "must be an object"),
+        ("router", None, "must be an object"),
+        ("ada", MOVE, "is taken only from the API keys in the model's setting `transfer_keys`"),
+        ("ada", 5, "is taken only from"),
+        # Without keys, over the handle and in a row that nobody's key sent.
+        ("", MOVE, "is taken only from"),
+    ],
+)
+@virtual
+async def test_kv_caches_are_moved_only_for_the_keys_that_the_config_names(
+    name: str, key: str, value: Any, refusal: str
+) -> None:
+    async with opened() as site:
+        script = Script(output(1, finish="stop"))
+        llm = gated(script, site)
+        llm.transfer_keys = ("router",)
+        job = new_job()
+        job.request = replace(job.request, key=key)
+        await admitted(llm, job)
+        generated = llm.generate(TEN, SamplingParams(max_tokens=4, extra_args={name: value}), "r")
+        if not refusal:
+            assert len([each async for each in generated]) == 1
+            return
+        with pytest.raises(VLLMValidationError, match=f"{name}: {refusal}"):
+            await anext(generated)
+        assert refused(job) == (400, name)
+        assert script.calls == []
+        assert job.slot is not None
+        job.slot.release()
+
+
+@pytest.mark.parametrize(("key", "told"), [("router", 1), ("ada", 0), ("", 0)])
+@virtual
+async def test_a_refused_request_frees_blocks_elsewhere_only_for_those_keys(key: str, told: int) -> None:
+    async with opened() as site:
+        script = Script()
+        llm = gated(script, site)
+        llm.transfer_keys = ("router",)
+        job = new_job()
+        job.request = replace(job.request, key=key)
+        await admitted(llm, job)
+        await llm.notify_kv_transfer_request_rejected("r", MOVE)
+        assert script.rejected == [MOVE] * told
+        assert job.slot is not None
+        job.slot.release()
 
 
 @pytest.mark.parametrize(
@@ -495,6 +563,19 @@ async def test_the_tokens_of_a_beam_search_have_the_tier_of_the_job() -> None:
         job = await admitted(llm, new_job(facts={"answers": 2}, priority=1))
         assert [each async for each in searched(llm, job, beam_width=2, max_tokens=2)]
         assert [call["priority"] for call in script.calls] == [1, 1]
+
+
+@pytest.mark.parametrize("penalty", [-1e308, 1e308, float("inf"), float("nan"), MOST_LENGTH_PENALTY + 1.0])
+@virtual
+async def test_a_length_penalty_that_is_no_exponent_is_refused(penalty: float) -> None:
+    async with opened() as site:
+        llm = gated(Script(output(1, finish="length")), site)
+        job = await admitted(llm)
+        with pytest.raises(VLLMValidationError, match="length_penalty: must be between -10 and 10"):
+            await anext(searched(llm, job, beam_width=2, max_tokens=2, length_penalty=penalty))
+        assert refused(job) == (400, "length_penalty")
+        assert job.slot is not None
+        job.slot.release()
 
 
 @virtual

@@ -1,7 +1,9 @@
 """Live requests beside rows, with vLLM's own scheduler underneath and on virtual time."""
 
+import math
 import random
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from itertools import pairwise
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vllm.lora.request import LoRARequest
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -50,6 +53,15 @@ def go_on(engine: VirtualEngine, seconds: float) -> None:
         engine.step()
 
 
+def step_until_ended(engine: VirtualEngine, rows: int) -> None:
+    """Run until so many rows have ended, with other requests still there."""
+    for _ in range(5000):
+        if all(f"row {number}" in engine.ended_at for number in range(rows)):
+            return
+        engine.step()
+    raise AssertionError("the rows don't end")
+
+
 def learn(engine: VirtualEngine) -> None:
     """Let the engine see some steps, with prompts of several lengths."""
     for number in range(8):
@@ -86,18 +98,98 @@ def test_a_live_prompt_goes_before_those_of_rows(start: Start, ahead: bool) -> N
     assert engine.ended_at["live"] < min(engine.ended_at[f"row {number}"] for number in range(50, 100))
 
 
-def test_prompts_of_rows_make_no_step_longer_than_the_goal(start: Start) -> None:
+def add_with_grammar(engine: VirtualEngine, name: str, tokens: int) -> Future[Any]:
+    """Add a live request whose grammar isn't compiled; return what takes the compiled grammar."""
+    compiled: Future[Any] = Future()
+
+    def compile(request: Any) -> None:
+        request.structured_output_request.grammar = compiled
+
+    engine.core.structured_output_manager.grammar_init = compile
+    engine.add(name, prompt(77, tokens), 4, structured_outputs=StructuredOutputsParams(regex="a"))
+    return compiled
+
+
+@pytest.mark.parametrize("blocked", [False, True], ids=["", "beside a request without its grammar"])
+def test_prompts_of_rows_make_no_step_longer_than_the_goal(start: Start, blocked: bool) -> None:
     engine = start()
     learn(engine)
     engine.add("live", prompt(1, 100), 60, extra_args={GOALS: (0.0, 0.12)})
     go_on(engine, 0.3)
+    if blocked:
+        add_with_grammar(engine, "blocked", 2000)
     for number in range(30):
         engine.add(f"row {number}", prompt(10 + number, 900), 10, priority=1)
-    engine.run()
+    step_until_ended(engine, 30)
     gaps = [later - earlier for earlier, later in pairwise(engine.seen_at["live"])]
     assert max(gaps) < 0.13
     # The rows use what the goal leaves.
     assert sorted(gaps)[len(gaps) // 2] > 0.095
+
+
+def test_a_live_request_without_its_grammar_displaces_no_row(start: Start) -> None:
+    ends = []
+    for blocked in (False, True):
+        engine = start(max_num_seqs=4, kv_tokens=8192)
+        for number in range(4):
+            engine.add(f"row {number}", prompt(number, 1500), 100, priority=1)
+        go_on(engine, 1.0)
+        if blocked:
+            compiled = add_with_grammar(engine, "live", 3000)
+        step_until_ended(engine, 4)
+        ends.append(engine.time.now - engine.seen_at["row 0"][0])
+    assert ends[1] == pytest.approx(ends[0], rel=0.02)
+    # A grammar that fails is a failed request, and no more.
+    compiled.set_exception(ValueError("no grammar"))
+    engine.run()
+    assert engine.tokens["live"] == []
+
+
+@pytest.mark.parametrize("goal", [0.5, 0.1])
+def test_a_long_prompt_that_takes_its_goal_stops_no_row_behind_it(start: Start, goal: float) -> None:
+    engine = start()
+    learn(engine)
+    for number in range(20):
+        engine.add(f"row {number}", prompt(number, 20), 100, priority=1)
+    go_on(engine, 1.0)
+    # 0.8 s for the prompt alone, and 10 s for the answer.
+    engine.add("live", prompt(99, 3000), 200, extra_args={GOALS: (goal, 0.0)})
+    engine.run()
+    first = engine.seen_at["live"][0]
+    # The rows that decode are a 50th of the step; the first token waits for no others.
+    assert engine.ended_at["row 19"] - first == pytest.approx(100 * 0.053, rel=0.2)
+
+
+def test_a_goal_for_first_tokens_bounds_the_prompts_of_rows_before_the_next_request_comes(
+    start: Start,
+) -> None:
+    engine = start()
+    learn(engine)
+    engine.add("live", prompt(1, 20), 2, extra_args={GOALS: (0.36, 0.0)})
+    go_on(engine, 0.2)
+    for number in range(30):
+        engine.add(f"row {number}", prompt(10 + number, 900), 10, priority=1)
+    waits = []
+    for number in range(10):
+        go_on(engine, 0.77)
+        sent, name = engine.time.now, f"live {number}"
+        engine.add(name, prompt(100 + number, 20), 2, extra_args={GOALS: (0.36, 0.0)})
+        while not engine.seen_at[name]:
+            engine.step()
+        waits.append(engine.seen_at[name][0] - sent)
+    assert max(waits) < 0.4, waits
+
+
+@pytest.mark.parametrize("told", [5, "ab", ["x", "y"], [1e-9], [1e-9] * 3, [math.nan] * 2, [-1.0] * 2])
+def test_what_is_no_pair_of_goals_counts_as_none(start: Start, told: Any) -> None:
+    engine = start()
+    learn(engine)
+    engine.add("live", prompt(1, 20), 20, extra_args={GOALS: told})
+    for number in range(10):
+        engine.add(f"row {number}", prompt(10 + number, 20), 20, priority=1)
+    engine.run()
+    ends = {round(engine.ended_at[name], 1) for name in engine.ended_at if "row" in name or "live" in name}
+    assert max(ends) - min(ends) < 0.2
 
 
 def test_without_live_requests_rows_take_whole_steps(start: Start) -> None:
@@ -148,6 +240,9 @@ def test_decodes_beyond_the_goal_are_left_out_and_end_all_the_same(start: Start)
     engine.run()
     gaps = [later - earlier for earlier, later in pairwise(engine.seen_at["live"])]
     assert sorted(gaps)[len(gaps) // 2] < 0.11
+    # The rows that are left out are the youngest ones.
+    ends = [engine.ended_at[f"row {number}"] for number in range(60)]
+    assert ends == sorted(ends)
     assert all(len(engine.tokens[f"row {number}"]) == 40 for number in range(60))
 
 
