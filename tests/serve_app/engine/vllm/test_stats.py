@@ -428,7 +428,8 @@ async def test_a_state_that_has_moved_is_named(name: str) -> None:
 async def test_a_client_does_not_state_how_much_of_its_prompt_was_in_the_cache(book: CallBook) -> None:
     async with opened(capacity=10_000) as site:
         llm, engine = stepped(site)
-        # vLLM believes it for a prompt that another engine has computed.
+        # A caller that may move KV caches; vLLM believes it for a prompt that another engine has computed.
+        llm.transfer_keys = ("",)
         claim = {"do_remote_prefill": True, "remote_prefill_cached_tokens": 1_000_000}
         task = begin(llm, book.open(Origin(), RequestUsage()), extra_args={"kv_transfer_params": claim})
         await blocked()
