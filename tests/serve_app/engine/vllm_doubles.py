@@ -127,8 +127,10 @@ class ScriptedLLM(AsyncLLM):  # type: ignore[misc]
     def generate(self, *args: Any, **options: Any) -> Any:
         return self.script.run(*args, **options)
 
-    async def notify_kv_transfer_request_rejected(self, _: str, params: Any, **__: Any) -> None:
-        self.script.rejected.append(params)
+    async def notify_kv_transfer_request_rejected(
+        self, request_id: str, kv_transfer_params: dict[str, Any], **options: Any
+    ) -> None:
+        self.script.rejected.append(kv_transfer_params)
 
     def encode(self, *args: Any, **options: Any) -> Any:
         return self.script.run(*args, **options)
