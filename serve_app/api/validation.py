@@ -97,7 +97,7 @@ def _fields(error: Mapping[str, Any], body: Any) -> list[int | str]:
         if known or (isinstance(value, list) and isinstance(part, int) and part < len(value)):
             value = value[part]
             fields.append(part)
-    if error["type"] == "missing":
+    if error["type"] == "missing" and error["loc"]:
         fields.append(error["loc"][-1])
     return fields
 

@@ -20,12 +20,17 @@ from serve_app.settings.schema import parse
 from serve_app.settings.usage import UsageSettings
 from serve_app.system.command_line import WrongInput
 
+FORMULAS = ("=", "+", "-", "@", "\t", "\r")
+"""Beginnings of a text that a spreadsheet takes for a formula. Clients choose the names of tenants."""
+
 NUMBERS = ("calls", "prompt_tokens", "cached_tokens", "output_tokens", "cost", "wait_s", "engine_s")
 
 
 def _columns(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
     """Parse an option with a comma-separated list of columns."""
     names = tuple(part.strip() for part in value.split(",") if part.strip())
+    if not names:
+        raise click.BadParameter(f"names no column; use some of {', '.join(BY)}")
     for name in names:
         if name not in BY:
             raise click.BadParameter(f"{name!r} is not a column; use some of {', '.join(BY)}")
@@ -190,7 +195,8 @@ def _csv(
     writer.writerow([*by, *names, *(["currency"] if prices else [])])
     for line in lines:
         currency = [prices.currency] if prices else []
-        writer.writerow([*line.values, *(_plain(name, line.total) for name in names), *currency])
+        values = [f"'{value}" if value.startswith(FORMULAS) else value for value in line.values]
+        writer.writerow([*values, *(_plain(name, line.total) for name in names), *currency])
     return out.getvalue()
 
 

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from serve_app.api.errors import ErrorType, RequestError
+from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON, Flag, parse_body
 from serve_app.auth.key_store import KeyStore
 from serve_app.ingress.body import small_body
@@ -340,10 +340,12 @@ async def _run(arguments: list[str]) -> bytes:
             await process.wait()
     if process.returncode == 0:
         return output
-    lines = errors.decode(errors="replace").strip().splitlines() or ["saturate usage failed"]
+    # The error may have more lines behind its first one.
+    lines = ["error: saturate usage failed", *errors.decode(errors="replace").splitlines()]
+    line = next(line for line in reversed(lines) if line.startswith("error: "))
     # Of "error: --by: 'x' is no column (see `... --help`)" the middle is for clients.
-    message = OPTION.sub(r"\1", lines[-1].removeprefix("error: ").partition(" (see `")[0])
+    message = OPTION.sub(r"\1", line.removeprefix("error: ").partition(" (see `")[0])
     # A folder that is missing is no option, and no mistake of the client.
-    wrong = process.returncode == USAGE_ERROR and OPTION.search(lines[-1]) is not None
-    type: ErrorType = "invalid_request_error" if wrong else "service_unavailable"
-    raise RequestError(400 if wrong else 503, type, message)
+    if process.returncode == USAGE_ERROR and (option := OPTION.search(line)):
+        raise RequestError(400, "invalid_request_error", message, param=option[1])
+    raise RequestError(503, "service_unavailable", message)

@@ -43,7 +43,7 @@ Section = dict[str, Noted]
 
 
 class NotYAMLError(ValueError):
-    """A text is not YAML; the message names the problem and its line."""
+    """A text is not YAML, or has a field twice; the message names the problem and its line."""
 
 
 class YAMLFormError(ValueError):
@@ -86,8 +86,34 @@ def put(section: Section, place: Sequence[str], value: Any, comment: str) -> Non
     put(section[key].value, rest, value, comment)
 
 
+MAX_NAME = 100
+"""Most characters of a name in an error."""
+
+
 class _Loader(yaml.SafeLoader):
-    """A reader that keeps dates as text, so that the error for an invalid date has a path."""
+    """A reader that keeps dates as text, so that the error for an invalid date has a path.
+
+    It refuses a field that stands twice in a mapping, of which YAML's readers take the last one.
+    """
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        """Return the node of a mapping.
+
+        Raises:
+            NotYAMLError: A field stands in it twice.
+        """
+        node = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            # `<<` may stand there more than once.
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                continue
+            line = key.start_mark.line + 1
+            if first := lines.get((key.tag, key.value)):
+                name = key.value[:MAX_NAME]
+                raise NotYAMLError(f"the field {name!r} in line {line} is in line {first} too; keep one")
+            lines[key.tag, key.value] = line
+        return node
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -100,10 +126,12 @@ def load(text: str) -> Any:
     """Return the values of a YAML document.
 
     Raises:
-        NotYAMLError: The text is not YAML.
+        NotYAMLError: The text is not YAML, or has a field twice.
     """
     try:
         return yaml.load(text, _Loader)
+    except NotYAMLError:
+        raise
     except yaml.MarkedYAMLError as error:
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise NotYAMLError(f"this is not YAML: {error.problem}{line}") from None

@@ -5,7 +5,7 @@ The imports are those of vLLM 0.32.
 
 import asyncio
 import json
-from collections.abc import Awaitable, Collection
+from collections.abc import Awaitable, Collection, Mapping
 from typing import Any
 
 import vllm
@@ -102,6 +102,8 @@ async def refuse_body(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     errors = [each | {"loc": each["loc"][1:]} for each in error.errors()]
     param, message = mistake(errors, error.body)
+    if not isinstance(error.body, Mapping):
+        message = "The body must be a JSON object"
     refusal = RequestError(400, "invalid_request_error", message, param=param or None)
     return JSONResponse(refusal.body(), refusal.status)
 

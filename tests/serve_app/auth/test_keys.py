@@ -91,6 +91,11 @@ def test_an_error_has_its_place_and_not_its_value(change: dict[str, Any], words:
     assert words in error_of([ADA | change])
 
 
+def test_a_field_that_stands_twice_is_an_error() -> None:
+    text = f"- name: ada\n  sha256: {HASH}\n  tenant: a\n  models: [demo]\n  models: [{SECRET}]\n"
+    assert "the field 'models' in line 5 is in line 4 too" in error_of(text)
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -68,6 +68,15 @@ def test_csv_and_json_have_plain_numbers(ledger: Path) -> None:
     assert body["currency"] is None
 
 
+@pytest.mark.parametrize("tenant", ["=1+1", "+1", "-1", "@a", "\t=1", "=a,b"])
+def test_a_name_is_no_formula_in_csv(tmp_path: Path, tenant: str) -> None:
+    folder = write_row(tmp_path / "usage", tenant=tenant, output_tokens=1)
+    (row,) = csv.DictReader(io.StringIO(ask(folder, "--format", "csv").stdout))
+    assert (row["tenant"], row["output_tokens"]) == (f"'{tenant}", "1")
+    (line,) = json.loads(ask(folder, "--format", "json").stdout)["rows"]
+    assert line["tenant"] == tenant
+
+
 def test_the_prices_of_the_config_make_a_cost(ledger: Path, tmp_path: Path) -> None:
     usage = {
         "ledger": {"folder": str(ledger), "format": "jsonl"},

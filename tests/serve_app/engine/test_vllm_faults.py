@@ -75,7 +75,11 @@ class Service:
 
     async def ask(self, path: str, stream: bool, **more: Any) -> tuple[int, str]:
         """Return the status and the body of the answer to a request."""
-        body = json.dumps({"model": "demo", "stream": stream} | BODIES.get(path, {}) | more).encode()
+        content = {"model": "demo", "stream": stream} | BODIES.get(path, {}) | more
+        return await self.send(path, json.dumps(content).encode(), **more)
+
+    async def send(self, path: str, body: bytes, **more: Any) -> tuple[int, str]:
+        """Return the status and the body of the answer to a body; `more` are fields that it states."""
         headers = [(b"content-type", b"application/json"), (b"x-request-id", b"mine")]
         request = replace(REQUEST, path=path, body=body, headers=headers)
         facts: dict[str, Any] = {"runs": path in BODIES and path != COUNT, "size": len(body)}
@@ -296,6 +300,14 @@ async def test_a_wrong_body_is_refused_in_the_words_of_the_service(
     assert reason in error["message"]
     for form in ("body.", "validation error", "'loc'", "parameter=", chr(10)):
         assert form not in error["message"]
+
+
+@pytest.mark.parametrize("body", [b"", b"null", b"5", b"[]", b"{"])
+async def test_a_body_that_is_no_object_is_refused_as_one(service: Service, body: bytes) -> None:
+    for path in (CHAT, "/tokenize"):
+        status, text = await service.send(path, body)
+        error = error_of(text)
+        assert (status, error["param"], error["message"]) == (400, None, "The body must be a JSON object")
 
 
 async def test_a_prompt_that_fills_the_context_is_an_overflow_by_each_route(service: Service) -> None:

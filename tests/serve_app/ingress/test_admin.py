@@ -109,7 +109,10 @@ async def test_an_administrator_reads_the_ledger(client: httpx.AsyncClient, ledg
     answer = await client.get(USAGE, params={"format": "csv"}, headers=bearer("root"))
     assert answer.headers["content-type"].startswith("text/csv")
     message = check_error(
-        await client.get(USAGE, params={"by": "colour"}, headers=bearer("root")), 400, "invalid_request_error"
+        await client.get(USAGE, params={"by": "colour"}, headers=bearer("root")),
+        400,
+        "invalid_request_error",
+        "by",
     )
     assert message.startswith("by: 'colour' is not a column")
 
@@ -138,6 +141,8 @@ async def test_a_report_has_the_sums_as_json_or_csv(reported: Path) -> None:
     ("fields", "message"),
     [
         ({"by": "colour"}, "by: 'colour' is not a column; use some of tenant, key"),
+        ({"by": ""}, "by: names no column; use some of tenant, key"),
+        ({"by": " ,"}, "by: names no column; use some of tenant, key"),
         ({"since": "--help"}, "since: '--help' is not a time"),
         ({"since": "1d", "until": "2d"}, "until must be later"),
         ({"format": "table"}, "format: 'table' is no format of a report; take json or csv"),

@@ -18,6 +18,7 @@ from serve_app.settings.usage import Quota, QuotasSettings
         ("a: {tokens_per_day: '5'}", "a.tokens_per_day: "),
         ("a: 5", "a: "),
         ("[]", "must be an object with a quota for each tenant"),
+        ("a: {}\na: {}", "the field 'a' in line 2 is in line 1 too"),
         ("a: {", "this is not YAML: "),
         ("a: !!bool maybe", "this is not YAML"),
         ("[" * 2_000, "this is not YAML"),

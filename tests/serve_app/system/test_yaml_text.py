@@ -199,3 +199,24 @@ def test_what_is_not_yaml_is_told_in_one_line(text: str, said: str) -> None:
     with pytest.raises(NotYAMLError, match=said) as told:
         load(text)
     assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: 1\nb: 2\na: 3\n", "the field 'a' in line 3 is in line 1 too"),
+        ("- x: {b: 1}\n- x:\n    b: 1\n    'b': 2\n", "the field 'b' in line 4 is in line 3 too"),
+        ('{"a": 1, "b": {"1": 2, "1": 3}}', "the field '1' in line 1"),
+        ("5: a\n5: b\n", "the field '5' in line 2"),
+        ("x" * 100 + ": 1\n" + "x" * 100 + ": 1\n", "in line 2 is in line 1 too"),
+    ],
+)
+def test_a_field_that_stands_twice_is_told_with_its_lines(text: str, said: str) -> None:
+    with pytest.raises(NotYAMLError, match=said):
+        load(text)
+
+
+def test_a_mapping_may_change_fields_of_another_one() -> None:
+    text = "a: &a {x: 1, y: 2}\nb: &b {<<: *a, x: 3}\nc: {<<: *b, <<: *a, x: 4}\nd: {1: 1, '1': 2}\n"
+    found = load(text)
+    assert (found["b"], found["c"]["x"], found["d"]) == ({"x": 3, "y": 2}, 4, {1: 1, "1": 2})
