@@ -294,7 +294,7 @@ def test_a_batch_from_upload_to_download(serve: Any, visit: Any) -> None:
 
 def test_a_file_dropped_on_the_page_is_checked(serve: Any, visit: Any) -> None:
     page = visit(serve()).open("batches")
-    expect(page.locator("#no-batches")).to_be_visible()
+    expect(page.locator("#no-batches")).to_contain_text("a client that sends one")
     drop = """(text) => {
         const data = new DataTransfer();
         data.items.add(new File([text], "dropped.jsonl"));
