@@ -6,6 +6,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from typing import Any, NamedTuple, Self, TypeVar
 from urllib.parse import urlsplit
 
@@ -246,6 +247,7 @@ class Client(_Address):
             headers=self.headers,
             timeout=self.timeout,
             transport=transport,
+            **connection(self.url),
         )
 
     def stats(self) -> ServiceStats:
@@ -335,6 +337,7 @@ class AsyncClient(_Address):
             timeout=self.timeout,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
             transport=transport,
+            **connection(self.url),
         )
 
     async def stats(self) -> ServiceStats:
@@ -399,6 +402,23 @@ def retry_after_s(response: httpx.Response) -> float | None:
     with suppress(ValueError):
         return max(0.0, float(response.headers.get("retry-after", "")))
     return None
+
+
+def connection(url: str) -> dict[str, Any]:
+    """Return the options of httpx for the way to a URL.
+
+    A proxy of the environment can't reach this machine's own interfaces, so requests to them take none.
+
+    Args:
+        url: The URL.
+    """
+    host = httpx.URL(url).host
+    here = host == "localhost"
+    with suppress(ValueError):
+        address = ip_address(host)
+        here = address.is_loopback or address.is_unspecified
+    # Certificates that the environment names count for any host; httpx would read them with the proxies.
+    return {"trust_env": not here, "verify": httpx.create_ssl_context()}
 
 
 def base_url(url: str) -> str:

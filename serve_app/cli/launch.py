@@ -13,7 +13,7 @@ from serve_app.auth import bind_check
 from serve_app.cli.config_text import completed
 from serve_app.cli.dashboard import Dashboard
 from serve_app.cli.errors import LaunchError, SlowStartError
-from serve_app.cli.log_tail import LogLines
+from serve_app.cli.log_tail import LogLines, session_logs
 from serve_app.cli.preflight import (
     check_port,
     forget_dead_cluster,
@@ -79,11 +79,12 @@ def launch(path: Path, *, verbose: bool, log_format: str | None = None) -> int:
             changed.flush()
             path = Path(changed.name)
         place = Path(log.name)
-        requests = LogLines(partial(_print, sys.stdout)) if log_format else None
         shown = LogLines(partial(_print, sys.stderr), place.parent, place.name) if verbose else None
         if shown:
             shown.start()
-        service = _Service(path, host, port, log, progress, signals, requests, STOP_S + answer_s(config))
+        service = _Service(
+            path, host, port, log, progress, signals, bool(log_format), STOP_S + answer_s(config)
+        )
         failed = False
         try:
             try:
@@ -114,7 +115,7 @@ class _Service:
         log: File for the output of `serve run`.
         progress: Shows the stages.
         signals: The signals that stop the service.
-        requests: Prints the request lines; None: don't print them.
+        requests: Whether to print a line per request.
         stop_s: Seconds for the applications to stop.
     """
 
@@ -126,11 +127,11 @@ class _Service:
         log: IO[bytes],
         progress: Progress,
         signals: StopSignals,
-        requests: LogLines | None,
+        requests: bool,
         stop_s: float,
     ) -> None:
         self._config = config
-        self._url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+        self._url = service_url(host, port)
         self._port = port
         self._log = log
         self._progress = progress
@@ -149,7 +150,8 @@ class _Service:
             LaunchError: The service failed; all its processes have ended.
         """
         progress, signals = self._progress, self._signals
-        begin = Path(self._log.name).stat().st_size
+        begin, since = Path(self._log.name).stat().st_size, time.time()
+        requests: LogLines | None = None
         dashboard = Dashboard(self._port)
         serve = ServeRun(
             self._config,
@@ -172,7 +174,10 @@ class _Service:
                 return
             progress.end(f"Ready: {self._url}  (Ctrl-C stops it)")
             if self._requests:
-                self._requests.start()
+                if not (session := dashboard.session()):
+                    print("--log-format: no lines, as Ray's dashboard doesn't answer", file=sys.stderr)
+                requests = LogLines(partial(_print, sys.stdout), session_logs(session), since=since)
+                requests.start()
             while serve.process.poll() is None and not signals.wait(0.2):
                 pass
             if not signals.asked:
@@ -190,12 +195,23 @@ class _Service:
             raise
         finally:
             serve.end()
-            if self._requests:
-                self._requests.stop()
+            if requests:
+                requests.stop()
 
     def _said(self, begin: int) -> str:
         """Return the log from a byte offset on."""
         return Path(self._log.name).read_bytes()[begin:].decode(errors="replace")
+
+
+def service_url(host: str, port: int) -> str:
+    """Return the URL at which this machine reaches a service.
+
+    Args:
+        host: Address that the service listens on.
+        port: Port that the service listens on.
+    """
+    near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://{f'[{near}]' if ':' in near else near}:{port}"
 
 
 def _load() -> str:

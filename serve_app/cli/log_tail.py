@@ -1,15 +1,13 @@
 """Follow log files as they grow: the request logs of the Ingress replicas, and the log of a start."""
 
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
-LOGS = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray/session_latest/logs/serve")
-"""Folder of Serve's logs in the latest Ray session on this machine."""
+from ray._common.utils import get_ray_address_file
 
 REQUESTS = "requests_*.log*"
-"""Names of the Ingress replicas' request logs in that folder."""
+"""Names of the Ingress replicas' request logs in the folder of Serve's logs."""
 
 EVERY_S = 0.5
 """Seconds between two reads."""
@@ -22,12 +20,16 @@ class LogLines:
         show: Called with each new line, including its line end.
         folder: The folder; it may be created later.
         pattern: Names of the files.
+        since: Time in seconds since 1970; files that have not changed since are shown only from their end on.
     """
 
-    def __init__(self, show: Callable[[str], None], folder: Path = LOGS, pattern: str = REQUESTS) -> None:
+    def __init__(
+        self, show: Callable[[str], None], folder: Path, pattern: str = REQUESTS, since: float = 0.0
+    ) -> None:
         self._show = show
         self._folder = folder
         self._pattern = pattern
+        self._since = since
         self._read: dict[int, int] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -49,16 +51,28 @@ class LogLines:
             try:
                 with path.open("rb") as file:
                     # A rotated file keeps its inode number under its new name.
-                    number = path.stat().st_ino
-                    file.seek(self._read.get(number, 0))
+                    state = path.stat()
+                    number, old = state.st_ino, state.st_mtime < self._since
+                    begin = self._read.setdefault(number, state.st_size if old else 0)
+                    file.seek(begin)
                     text = file.read()
             except OSError:
                 continue
             whole = text[: text.rfind(b"\n") + 1]
-            self._read[number] = self._read.get(number, 0) + len(whole)
+            self._read[number] = begin + len(whole)
             for line in whole.decode(errors="replace").splitlines(keepends=True):
                 self._show(line)
 
     def _run(self) -> None:
         while not self._stop.wait(EVERY_S):
             self.look()
+
+
+def session_logs(session: str) -> Path:
+    """Return the folder of Serve's logs in a Ray session on this machine.
+
+    Args:
+        session: Name of the session.
+    """
+    # The folder of the sessions has the file with the address of the latest one.
+    return Path(get_ray_address_file(None)).parent / session / "logs/serve"

@@ -69,20 +69,21 @@ def wait_ready(
         SlowStartError: Ray or Ray Serve did not start in time.
         LaunchError: The service failed.
     """
-    while (health := _health(url)).status != "ok":
-        if serve.poll() is not None:
-            raise _failure(log(), serve.returncode, limits)
-        apps = dashboard.applications()
-        for name, app in apps.items():
-            if app["status"] == "DEPLOY_FAILED":
-                raise LaunchError(f"the application {name!r} could not start: {_cause(app)}")
-        # Before the Ingress is up, HAProxy answers with an error.
-        if models := health.models:
-            progress.show("; ".join(f"{name}: {health.model(name).state}" for name in models))
-        else:
-            progress.show("starting Ray Serve" if apps else "starting Ray")
-        if signals.wait(0.25):
-            return False
+    with Client(url, timeout=httpx.Timeout(HEALTH_S)) as client:
+        while (health := _health(client)).status != "ok":
+            if serve.poll() is not None:
+                raise _failure(log(), serve.returncode, limits)
+            apps = dashboard.applications()
+            for name, app in apps.items():
+                if app["status"] == "DEPLOY_FAILED":
+                    raise LaunchError(f"the application {name!r} could not start: {_cause(app)}")
+            # Before the Ingress is up, HAProxy answers with an error.
+            if models := health.models:
+                progress.show("; ".join(f"{name}: {health.model(name).state}" for name in models))
+            else:
+                progress.show("starting Ray Serve" if apps else "starting Ray")
+            if signals.wait(0.25):
+                return False
     return True
 
 
@@ -138,9 +139,9 @@ def _without_trace(message: str) -> str:
     return "\n".join(itertools.dropwhile(lambda line: line.startswith("    "), after))
 
 
-def _health(url: str) -> ServiceHealth:
+def _health(client: Client) -> ServiceHealth:
     """Return the service's health report; empty while the service can't be reached."""
     # Another program may answer on this port.
-    with suppress(ServiceError), Client(url, timeout=httpx.Timeout(HEALTH_S)) as client:
+    with suppress(ServiceError):
         return client.health()
     return ServiceHealth()

@@ -13,7 +13,7 @@ from serve_app.api.errors import RequestError
 from serve_app.api.headers import KEEP_ALIVE
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
-from serve_app.client import base_url, error_of, json_of, retry_after_s
+from serve_app.client import base_url, connection, error_of, json_of, retry_after_s
 from serve_app.jobs.errors import RunError
 from serve_app.jobs.rows import RowAnswer
 from serve_app.stats import ReplicaStats, ServiceStats
@@ -73,9 +73,9 @@ class HTTPClient:
             httpx.AsyncClient,
             timeout=httpx.Timeout(connect=connect_s, read=read_s, write=write_s, pool=pool_s),
             headers={"authorization": f"Bearer {api_key}"} if api_key else {},
-            # All pools share the certificates, which take 20 ms to read.
-            verify=httpx.create_ssl_context(),
             transport=transport,
+            # All pools share the certificates, which take 20 ms to read.
+            **connection(self.url),
         )
         self._pools = [_Pool(self._pool())]
 

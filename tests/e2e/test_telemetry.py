@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from serve_app.cli.log_tail import LOGS
+from serve_app.cli.log_tail import session_logs
 from tests.e2e.service import Service
 from tests.progress import wait_until
 
@@ -37,7 +37,11 @@ def spans_of(service: Service, trace: str) -> list[dict[str, Any]]:
 
 def lines_of(request_id: str) -> list[str]:
     """Return the lines of a request in the logs of the Ingress."""
-    lines = [line for file in LOGS.glob("requests_*.log") for line in file.read_text().splitlines()]
+    lines = [
+        line
+        for file in session_logs("session_latest").glob("requests_*.log")
+        for line in file.read_text().splitlines()
+    ]
     return [line for line in lines if f'"{request_id}"' in line]
 
 

@@ -7,8 +7,9 @@ import httpx
 import pytest
 
 from serve_app.client import AsyncClient, Backoff, Client, Retries, ServiceError, base_url
+from serve_app.jobs.http import HTTPClient
 from tests.ports import free_port
-from tests.serve_app.cli.fake_service import FakeService
+from tests.serve_app.cli.fake_service import FakeService, llm
 
 
 @pytest.fixture
@@ -47,6 +48,31 @@ def test_statistics_and_health_are_typed(service: FakeService) -> None:
 def test_a_service_behind_a_prefix_is_asked_there(service: FakeService) -> None:
     service.answer = lambda path, headers: (200, {"models": {}}) if path == "/llm/stats" else (404, "")
     with Client(f"{service.url}/llm") as client:
+        assert client.stats().models == {}
+
+
+@pytest.mark.parametrize("proxy", ["http", "socks5"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
+async def test_a_service_on_this_machine_is_asked_without_a_proxy(
+    service: FakeService, monkeypatch: pytest.MonkeyPatch, host: str, proxy: str
+) -> None:
+    monkeypatch.setenv("ALL_PROXY", f"{proxy}://127.0.0.1:{free_port()}")
+    service.answer = lambda path, headers: (200, {"models": {"demo": {"replicas": [llm("a")]}}})
+    url = f"http://{host}:{service.port}"
+    with Client(url) as client:
+        assert list(client.stats().models) == ["demo"]
+    async with AsyncClient(url) as other:
+        assert list((await other.stats()).models) == ["demo"]
+    rows = HTTPClient(url)
+    assert len(await rows.replicas() or []) == 1
+    await rows.close()
+
+
+def test_a_service_on_another_machine_is_asked_through_the_proxy(
+    service: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", service.url)
+    with Client("http://service.invalid") as client:
         assert client.stats().models == {}
 
 

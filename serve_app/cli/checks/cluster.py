@@ -9,6 +9,7 @@ import httpx
 
 from serve_app.cli.checks.finding import CheckInput, Finding, ok, problem, warning
 from serve_app.cli.dashboard import token_headers
+from serve_app.client import connection
 
 CONNECT_S = 5.0
 
@@ -55,7 +56,8 @@ def _versions(case: CheckInput, address: str, dashboard: str) -> Finding:
     """Compare the Ray versions of the cluster and this machine."""
     here, there = case.machine.version("ray"), ""
     with suppress(httpx.HTTPError, ValueError, KeyError, TypeError):
-        answer = httpx.get(f"{dashboard}/api/version", headers=token_headers(), timeout=CONNECT_S)
+        url = f"{dashboard}/api/version"
+        answer = httpx.get(url, headers=token_headers(), timeout=CONNECT_S, **connection(url))
         there = str(answer.json()["ray_version"])
     if not there:
         return warning(

@@ -160,6 +160,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             # An application that never ends, as with a request in flight that takes long.
             body = {{"http_options": {{"port": port}}, "applications": {{"llm": {{"status": "RUNNING"}}}}}}
             ready = True
+        if self.path == "/api/version":
+            body, ready = {{"session_name": "mine"}}, True
         self.send_response(200 if ready else 503)
         self.end_headers()
         self.wfile.write(json.dumps(body).encode())

@@ -1,9 +1,13 @@
 """Requests to Ray's dashboard."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from serve_app.cli.dashboard import Dashboard
+from tests.ports import free_port
 
 
 def test_the_dashboard_of_another_service_is_passed_over(
@@ -11,6 +15,21 @@ def test_the_dashboard_of_another_service_is_passed_over(
 ) -> None:
     dashboard({"http_options": {"port": 8000}, "applications": {"llm": {"status": "RUNNING"}}})
     assert Dashboard(8001).applications() == {}
+    assert Dashboard(8000).applications() == {"llm": {"status": "RUNNING"}}
+
+
+def test_the_dashboard_is_asked_without_a_proxy_and_for_little_cpu_time(
+    dashboard: Callable[[dict[str, Any]], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
+    asked = dashboard({"http_options": {"port": 8000}, "applications": {"llm": {"status": "RUNNING"}}})
+    ours, begin = Dashboard(8001), time.process_time()
+    for _ in range(20):
+        ours.applications()
+    # The certificates of a client take 20 ms.
+    assert time.process_time() - begin < 20 * 0.015
+    assert len(asked) == 20
     assert Dashboard(8000).applications() == {"llm": {"status": "RUNNING"}}
 
 

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ import pytest
 import yaml
 
 from serve_app.cli.errors import LaunchError
-from serve_app.cli.launch import launch
+from serve_app.cli.launch import launch, service_url
 from serve_app.cli.runs import find_runs
 from serve_app.settings.completion import complete_config
 from serve_app.system.progress import Progress
+from tests.ports import free_port
 from tests.progress import wait_until
 from tests.serve_app.cli.launching import Command, Service
 from tests.serve_app.cli.services import config, write
@@ -58,6 +60,16 @@ def test_a_service_that_is_open_to_the_network_gets_a_warning(tmp_path: Path, ta
     command = Command(tmp_path, str(write(tmp_path, content)))
     assert command.wait() == 1
     assert command.said.startswith("WARNING: this service listens on 0.0.0.0 and asks for no API key.")
+
+
+def test_the_url_of_a_service_on_an_ipv6_address_has_brackets() -> None:
+    hosts = ("::", "fd00::2", "0.0.0.0", "localhost")
+    assert [service_url(host, 8000) for host in hosts] == [
+        "http://[::1]:8000",
+        "http://[fd00::2]:8000",
+        "http://127.0.0.1:8000",
+        "http://localhost:8000",
+    ]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -100,6 +112,35 @@ def test_a_second_interrupt_cuts_off_requests_in_flight(start: Start) -> None:
     assert service.wait() == 0
     assert service.stopped_in_order
     assert service.processes() == []
+
+
+def _beside_another_service(folder: Path) -> None:
+    """Print requests beside errors, behind a proxy that is not there, where Ray's folder is in `folder`."""
+    os.dup2(2, 1)
+    os.environ["HTTP_PROXY"] = f"http://127.0.0.1:{free_port()}"
+    os.environ["RAY_TMPDIR"] = str(folder)
+
+
+def test_request_lines_are_of_this_service_since_its_start_and_need_no_proxy(
+    start: Start, tmp_path: Path
+) -> None:
+    mine, other = (tmp_path / "ray" / session / "logs/serve" for session in ("mine", "other"))
+    for folder in (mine, other):
+        folder.mkdir(parents=True)
+    (tmp_path / "ray/session_latest").symlink_to(tmp_path / "ray/other")
+    (mine / "requests_old.log").write_text("a request before the start\n")
+    os.utime(mine / "requests_old.log", (1, 1))
+    arguments = ["--log-format", "text"]
+    service = start(busy=True, arguments=arguments, before=partial(_beside_another_service, tmp_path))
+    service.hear_ready()
+    (other / "requests_a.log").write_text("a request to the other service\n")
+    (mine / "requests_a.log").write_text("a request to this service\n")
+    service.hear("a request to this service\n")
+    service.signal(signal.SIGINT)
+    service.hear("Stopping; requests in flight")
+    service.signal(signal.SIGINT)
+    assert service.wait() == 0
+    assert service.said.count("a request ") == 1
 
 
 def _close_terminal() -> None:

@@ -32,6 +32,18 @@ def test_the_last_lines_are_shown_at_the_end(tmp_path: Path) -> None:
     assert shown == ["one\n"]
 
 
+def test_a_file_of_an_earlier_service_is_shown_from_its_end_on(tmp_path: Path) -> None:
+    shown: list[str] = []
+    log = tmp_path / "requests_a.log"
+    log.write_text("earlier\n")
+    lines = LogLines(shown.append, tmp_path, since=log.stat().st_mtime + 1)
+    lines.look()
+    with log.open("a") as file:
+        file.write("now\n")
+    lines.look()
+    assert shown == ["now\n"]
+
+
 def test_nothing_is_shown_without_a_start(tmp_path: Path) -> None:
     shown: list[str] = []
     (tmp_path / "requests_a.log").write_text("of an earlier service\n")

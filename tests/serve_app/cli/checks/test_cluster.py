@@ -37,6 +37,15 @@ def test_the_same_ray(dashboard: FakeService) -> None:
         assert (found.level, "has Ray 2.60.0" in found.text) == ("ok", True)
 
 
+def test_a_cluster_on_this_machine_is_asked_without_a_proxy(
+    dashboard: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{free_port()}")
+    found = look(f"127.0.0.1:{dashboard.port}")
+    assert found
+    assert found.level == "ok"
+
+
 def test_another_ray(dashboard: FakeService) -> None:
     dashboard.answer = lambda path, headers: (200, {"ray_version": "2.58.0"})
     found = look(f"127.0.0.1:{dashboard.port}")
