@@ -5,23 +5,32 @@ PYTHON ?= python3
 BIN := .venv/bin
 CONFIG ?= configs/local.yaml
 
-# Local wheels, where a machine has them, hold the CPU build of torch; elsewhere uv knows where it is.
-TORCH := $(if $(PIP_FIND_LINKS),$(foreach link,$(PIP_FIND_LINKS),--find-links $(link)),--torch-backend=cpu)
+# The builds of vLLM, cpu and gpu, have one import name: .venv has one of them. Another BUILD makes .venv anew.
+# The default is the build that is there, or else the build for this machine.
+INSTALLED := $(if $(wildcard .venv/installed),$(or $(file <.venv/installed),cpu))
+BUILD ?= $(or $(INSTALLED),$(if $(shell nvidia-smi --list-gpus 2>/dev/null | grep ^GPU),gpu,cpu))
 
-.PHONY: help install serve reference test test-all pytest test-batcher service-tests tests-beside lint format check-vllm bench bench-gpu soak clean
+# Local wheels, where a machine has them, hold the CPU build of torch; elsewhere uv knows where it is.
+# What pyproject.toml tells uv about packages is for the CPU build.
+LINKS := $(foreach link,$(PIP_FIND_LINKS),--find-links $(link))
+TORCH := $(if $(filter gpu,$(BUILD)),--no-config $(LINKS),$(or $(LINKS),--torch-backend=cpu))
+
+.PHONY: help install other-build serve reference test test-all pytest test-batcher service-tests tests-beside lint format check-vllm bench bench-gpu soak clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-install: .venv/installed ## Install into .venv, for the CPU, with all that the tests need.
+install: .venv/installed ## Install into .venv, for GPUs if nvidia-smi lists some, else for the CPU; BUILD=cpu, BUILD=gpu.
 
-.venv/installed: pyproject.toml
+.venv/installed: pyproject.toml $(if $(filter-out $(BUILD),$(INSTALLED)),other-build)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "saturate needs Python 3.11 or newer; name one with make PYTHON=python3.12 ...")'
-	@echo 'Installing vLLM, torch and Ray into .venv: 5 GB on the disk, 2 to 10 minutes. Compiling byte code comes last, and says nothing.'
-	$(PYTHON) -m venv .venv
+	@echo 'Installing vLLM ($(BUILD)), torch and Ray into .venv: 5 GB on the disk, 2 to 10 minutes. Compiling byte code comes last, and says nothing.'
+	$(PYTHON) -m venv $(if $(filter $(BUILD),$(INSTALLED)),,--clear) .venv
 	$(BIN)/python -m pip install --quiet --upgrade uv
-	$(BIN)/uv pip install --python $(BIN)/python $(TORCH) --compile-bytecode --editable '.[cpu,test]'
-	@touch $@
+	$(BIN)/uv pip install --python $(BIN)/python $(TORCH) --compile-bytecode --editable '.[$(BUILD),test]'
+	@echo $(BUILD) > $@
+
+other-build:
 
 serve: install ## Serve CONFIG (configs/local.yaml) in the foreground; Ctrl-C stops it.
 	@$(BIN)/saturate serve $(CONFIG)
@@ -77,18 +86,11 @@ check-vllm: install ## Look for the names of vLLM that are used here in other re
 bench: install .venv/bench ## Run the benchmark NAME, such as serve; ARGS="--help". Without NAME, list them.
 	@$(BIN)/python -m tests.benchmarks$(NAME:%=.%) $(ARGS)
 
-bench-gpu: .venv-gpu/installed ## Measure the service beside others with a model of 7B, on a GPU.
-	@.venv-gpu/bin/python -m tests.benchmarks.serve --model 7b $(ARGS)
-
-# Beside .venv: the CUDA build of vLLM has the same import name as the one for the CPU.
-.venv-gpu/installed: pyproject.toml
-	$(PYTHON) -m venv .venv-gpu
-	.venv-gpu/bin/python -m pip install --quiet --upgrade uv
-	.venv-gpu/bin/python -m pip install --quiet --editable '.[gpu,test,bench]'
-	@touch $@
+bench-gpu: ## Measure the service beside others with a model of 7B, on a GPU.
+	@$(MAKE) --no-print-directory bench BUILD=gpu NAME=serve ARGS='--model 7b $(ARGS)'
 
 soak: install ## Run half an hour of load with faults at random; ARGS="--minutes 10", ARGS="--help".
 	@$(BIN)/python -m tests.soak $(ARGS)
 
 clean: ## Remove what the other targets made.
-	rm -rf .venv .venv-gpu .venv-batcher .bench .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-batcher .tools build .bench .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -37,11 +37,6 @@ class DiskError(OutputError):
         )
 
 
-def extra(name: str) -> str:
-    """Return how to install an extra of this package, for error messages."""
-    return f"saturate[{name}]; in a checkout: pip install -e '.[{name}]'"
-
-
 def output_error(path: Path, error: OSError) -> OutputError:
     """Return the error of a file that can't be written."""
     if error.errno in DiskError.ERRNOS:

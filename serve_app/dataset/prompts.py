@@ -8,8 +8,9 @@ from typing import Any
 from pydantic_core import from_json
 
 from serve_app.api.protocol import JSON
-from serve_app.dataset.errors import MissingColumnError, RowError, extra
+from serve_app.dataset.errors import MissingColumnError, RowError
 from serve_app.jobs.errors import RunError
+from serve_app.system.extras import extra
 
 Prompt = str | list[JSON]
 """A text to complete, or the messages of a chat."""

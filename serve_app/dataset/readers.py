@@ -16,7 +16,7 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple, Protocol, cast
 
 from serve_app.api.protocol import JSON
-from serve_app.dataset.errors import InputError, RowError, extra
+from serve_app.dataset.errors import InputError, RowError
 from serve_app.dataset.formats import (
     BLOCK,
     CorruptError,
@@ -25,6 +25,7 @@ from serve_app.dataset.formats import (
     read_parquet,
     read_text,
 )
+from serve_app.system.extras import extra
 from serve_app.system.home import below_home
 
 FORMATS = {

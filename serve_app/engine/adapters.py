@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from serve_app.settings.adapters import AdapterSettings
 from serve_app.system.disk import sync
+from serve_app.system.extras import extra
 from serve_app.system.hub_errors import explain
 
 CONFIG = "adapter_config.json"
@@ -61,7 +62,7 @@ ENDING = ".json"
 MAX_ADAPTERS = 1_000
 """Most adapters of a model in the folder."""
 
-STORAGE = "pip install 'saturate[storage]', and s3fs for s3://, gcsfs for gs://"
+STORAGE = f"for s3:// and gs://: {extra('storage')}"
 
 Shapes = Mapping[str, tuple[int, int]]
 """Outputs and inputs of the base model's linear layers, by their names."""

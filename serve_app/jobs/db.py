@@ -21,6 +21,7 @@ from serve_app.api.protocol import JSON
 from serve_app.jobs.errors import DatabaseError, HeldError, StoreError
 from serve_app.jobs.failpoints import reach
 from serve_app.jobs.models import Batch, File, State
+from serve_app.system.extras import extra
 
 # Tables
 
@@ -326,10 +327,7 @@ class Postgres(Database):
         try:
             import psycopg
         except ImportError:
-            raise StoreError(
-                "batches.database needs psycopg: pip install 'saturate[postgres]'; in a checkout: "
-                "pip install -e '.[postgres]'"
-            ) from None
+            raise StoreError(f"batches.database needs {extra('postgres')}") from None
         parts = urlsplit(url)
         # Without the password.
         self.place = f"postgresql://{parts.hostname or ''}{parts.path}"

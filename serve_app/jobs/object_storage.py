@@ -10,14 +10,12 @@ from typing import IO, Any
 from serve_app.jobs.content import Draft
 from serve_app.jobs.errors import StoreError
 from serve_app.jobs.failpoints import reach
+from serve_app.system.extras import extra
 
 try:
     import fsspec
 except ImportError:
-    raise StoreError(
-        "batches.content in object storage needs fsspec: pip install 'saturate[storage]', and s3fs for "
-        "s3://, gcsfs for gs://"
-    ) from None
+    raise StoreError(f"batches.content in object storage needs {extra('storage')}") from None
 
 FIRST_BYTES = 1 << 13
 """Bytes of the first read from the storage at a new place."""

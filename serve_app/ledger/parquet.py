@@ -4,8 +4,9 @@ import io
 from typing import Any
 
 from serve_app.ledger.rows import FIELDS
+from serve_app.system.extras import extra
 
-NEEDS = "Parquet needs pyarrow: install the extra `usage` (pip install 'saturate[usage]')"
+NEEDS = f"Parquet needs pyarrow: {extra('usage')}"
 
 INTEGERS = {"prompt_tokens", "cached_tokens", "output_tokens", "cost"}
 SECONDS = {"wait_s", "engine_s"}

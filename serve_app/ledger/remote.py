@@ -4,7 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-NEEDS = "a ledger at a URL needs fsspec and the package of its scheme: pip install 'saturate[storage]' s3fs"
+from serve_app.system.extras import extra
+
+NEEDS = f"a ledger at a URL needs the package of its scheme; for s3:// and gs://: {extra('storage')}"
 
 
 class Remote:

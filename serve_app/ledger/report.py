@@ -12,6 +12,7 @@ from serve_app.ledger.prices import FILE, Prices, unpack
 from serve_app.ledger.remote import NEEDS as NEEDS_REMOTE
 from serve_app.ledger.rows import LedgerRow
 from serve_app.relay.usage import Tokens
+from serve_app.system.extras import extra
 from serve_app.system.home import below_home
 
 BY = ("tenant", "key", "model", "adapter", "tier", "endpoint", "source", "outcome", "day", "replica")
@@ -25,7 +26,7 @@ PRICED = ("model", "adapter", "source", "outcome")
 MOST_LENGTHS = 10_000
 """Most calls of a model in a sample of lengths, each call equally likely."""
 
-NEEDS = "needs DuckDB: install the extra `usage` (pip install 'saturate[usage]')"
+NEEDS = f"needs DuckDB: {extra('usage')}"
 
 MEMORY = "400MB"
 

@@ -101,13 +101,13 @@ def _usable(machine: Machine, *, needs_device: bool) -> tuple[Machine, list[str]
     if machine.gpus and build == "cpu":
         note = (
             f"note       {_devices(machine)} found, but the installed vLLM is its CPU build; for GPUs: "
-            "pip install -e '.[gpu]'"
+            "make install BUILD=gpu, or the image saturate-gpu"
         )
         return replace(machine, gpus=()), [note]
     if not machine.gpus and build == "gpu" and needs_device:
         raise ModelError(
             "no GPU found (`nvidia-smi` lists none, or CUDA_VISIBLE_DEVICES hides them), and the installed "
-            "vLLM needs one; on a CPU: uv pip install --torch-backend=cpu -e '.[cpu]'"
+            "vLLM needs one; on a CPU: make install BUILD=cpu, or the image saturate-cpu"
         )
     return machine, []
 

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from serve_app.models.errors import ModelError
 from serve_app.models.model_files import CONFIG, ModelFiles, read_config, read_folder, weights_of
+from serve_app.system.extras import extra
 from serve_app.system.hub_errors import explain
 
 TIMEOUT_S = 15.0
@@ -76,8 +77,7 @@ class HuggingFaceHub:
             import huggingface_hub
         except ImportError:
             raise ModelError(
-                "models of the Hugging Face hub need huggingface_hub, which comes with vLLM: "
-                "pip install -e '.[gpu]' or '.[cpu]'"
+                f"models of the Hugging Face hub need huggingface_hub, which comes with vLLM: {extra('hf')}"
             ) from None
         self._client = huggingface_hub
         self._endpoint = endpoint

@@ -25,6 +25,8 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.pool import StaticPool
 
+from serve_app.system.extras import extra
+
 EPOCH = "epoch"
 """The key whose number grows with each process that has loaded the state."""
 
@@ -151,9 +153,7 @@ class RedisState:
         try:
             import redis
         except ImportError:
-            raise QuotaStateError(
-                "usage.quotas.database needs redis: pip install 'saturate[redis]'"
-            ) from None
+            raise QuotaStateError(f"usage.quotas.database needs {extra('redis')}") from None
         parts = urlsplit(url)
         self.place = f"redis://{parts.hostname or ''}:{parts.port or 6379}{parts.path}"
         self._error: type[Exception] = redis.RedisError
@@ -253,8 +253,6 @@ def _postgres(url: str) -> SQLState:
             },
         )
     except (ImportError, NoSuchModuleError):
-        raise QuotaStateError(
-            "usage.quotas.database needs psycopg: pip install 'saturate[postgres]'"
-        ) from None
+        raise QuotaStateError(f"usage.quotas.database needs {extra('postgres')}") from None
     # The name leaves out the password.
     return SQLState(engine, f"postgresql://{parts.hostname or ''}{parts.path}")

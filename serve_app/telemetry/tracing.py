@@ -18,6 +18,7 @@ from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage, Usage
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.telemetry import TraceSettings
+from serve_app.system.extras import extra
 from serve_app.telemetry.request_tracker import QUIET, TrackedRequest
 
 W3C = TraceContextTextMapPropagator()
@@ -169,7 +170,5 @@ def _exporter(endpoint: str) -> SpanExporter:
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError:
-        raise SettingsError(
-            "telemetry.traces: sending spans needs a package: pip install 'saturate[traces]'"
-        ) from None
+        raise SettingsError(f"telemetry.traces: sending spans needs {extra('traces')}") from None
     return OTLPSpanExporter(endpoint=endpoint)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from serve_app.system.extras import extra
 from serve_app.tuning.load import LoadStep
 from serve_app.tuning.profiling import Fit, Timing
 from serve_app.tuning.tune_report import Tuning
@@ -20,9 +21,7 @@ class PlotError(Exception):
 def check_plot() -> None:
     """Raise a PlotError if matplotlib is missing: before the work, not after it."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise PlotError(
-            "matplotlib is not installed; saturate[plot]; in a checkout: pip install -e '.[plot]'"
-        )
+        raise PlotError(f"matplotlib is not installed; {extra('plot')}")
 
 
 def draw_tuning(tuning: Tuning, path: Path) -> None:

@@ -1,13 +1,20 @@
 """The Dockerfile: what its images are, read without building them."""
 
+import re
+import tomllib
+
 import pytest
+from packaging.requirements import Requirement
 
 from k8s import health
 from tests.k8s import image
 from tests.k8s.image import ImageError
-from tests.pages import read
+from tests.pages import ROOT, pages, read
 
 TARGETS = ("front", "cpu", "gpu")
+EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+    "optional-dependencies"
+]
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -55,3 +62,30 @@ def test_a_step_that_a_builder_would_refuse_is_found(change: tuple[str, str], me
     )
     with pytest.raises(ImageError, match=message):
         image.read("front", text)
+
+
+def _extras(target: str) -> set[str]:
+    """Return the extras of the packages that an image has."""
+    stages = image.stages(image.DOCKERFILE.read_text())
+    named = {
+        name for step in stages[f"{target}-packages"] for name in re.findall(r"--extra (\w+)", step.value)
+    }
+    whole = [part for name in named for part in re.findall(r"saturate\[(.*?)\]", " ".join(EXTRAS[name]))]
+    return named.union(*(part.split(",") for part in whole))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_image_has_every_extra_that_an_error_or_a_page_asks_for(target: str) -> None:
+    code = "\n".join(path.read_text() for path in (ROOT / "serve_app").rglob("*.py"))
+    text = "\n".join(map(read, pages()))
+    named = set(re.findall(r"\bextra\('(\w+)'\)", code))
+    for names in re.findall(r"\.\[([\w,]+)\]|saturate\[([\w,]+)\]", text):
+        named |= set(",".join(filter(None, names)).split(","))
+    assert {"driver", "hf", "postgres", "redis", "storage", "usage"} <= named
+    # The builds of vLLM are the difference of the images; the weights of an example are no part of an image.
+    assert named - {"all", "cpu", "gpu", "embeddings"} <= _extras(target)
+
+
+def test_object_storage_has_the_packages_of_its_schemes() -> None:
+    names = {Requirement(line).name for line in EXTRAS["storage"]}
+    assert {"fsspec", "gcsfs", "s3fs"} <= names

@@ -28,13 +28,13 @@ def check_driver(case: CheckInput) -> Finding:
         if build:
             return warning(
                 f"no GPU: CPU configs only; torch is built for CUDA {build}",
-                "on a machine that stays without a GPU: make install, which installs the builds for a CPU",
+                "on a machine that stays without a GPU: make install BUILD=cpu",
             )
         return ok("no GPU: CPU configs only")
     driver, newest = f"driver {devices.driver}", devices.cuda
     if build is None:
         text = f"{driver}, and torch is a build without CUDA: models run on the CPU"
-        fix = "pip install -e '.[gpu]' in a new virtual environment"
+        fix = "make install BUILD=gpu, or the image saturate-gpu"
         return problem(text, fix) if wanted else warning(text, fix)
     needed = _version(build)
     text = f"{driver} runs CUDA up to {newest[0]}.{newest[1]}, and torch is built for {build}"

