@@ -406,6 +406,8 @@ class Losses:
     def add(self, error: Exception, engine: str | None = None) -> bool:
         """Return whether a call failed since its engine was lost while it had the request, and count it.
 
+        An engine that is lost again and again is so `TRIES` times at most.
+
         Args:
             error: The error of the call.
             engine: Id of the engine, which is lost once: its process may take the request again while it
@@ -416,10 +418,11 @@ class Losses:
         """
         if not ran_there(error):
             return False
-        if engine is None or engine not in self._engines:
-            self.count += 1
+        if engine in self._engines:
+            return self.refused()
         if engine is not None:
             self._engines.add(engine)
+        self.count += 1
         self._refused = 0
         if self.count >= MAX_LOST:
             logger.error(

@@ -23,6 +23,7 @@ from serve_app.ingress.relay import (
     LONG_S,
     TRIES,
     EngineCall,
+    Losses,
     RelayResponse,
 )
 from serve_app.relay.events import DONE
@@ -255,6 +256,13 @@ async def test_the_tries_of_one_engine_that_is_lost_each_time_are_bounded() -> N
     await RelayResponse(ask, request)(scope_of(), no_body, received.take)
     assert received.status == 503
     assert len(engines.asked) == TRIES
+
+
+def test_an_engine_is_lost_once_and_takes_the_request_again_a_few_times_at_most() -> None:
+    losses = Losses()
+    assert [losses.add(DEAD, "one") for _ in range(TRIES + 1)] == [True] * TRIES + [False]
+    assert losses.count == 1
+    assert losses.add(DEAD, "two")
 
 
 @virtual
