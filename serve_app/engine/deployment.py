@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from serve_app.api.errors import EngineLostError, RequestError, engine_failed
@@ -99,7 +100,6 @@ class Engine:
         self._max_prompts = max_prompts
         self._tenants = telemetry.tenants
         self._accounts = Accounts(settings.id, replica_tag(), usage, quotas)
-        self._default_output = settings.sampling.max_tokens
         with preserved_handlers():
             # Imported only where a model is held: vLLM takes seconds and a gigabyte.
             from serve_app.engine.vllm.engine import VLLMEngine
@@ -198,7 +198,7 @@ class Engine:
             request = parse_generate(request, max_prompts=self._max_prompts)
         call = request
         adapter = "" if request.model in (None, self._id) else request.model
-        facts = facts_of_call(request, self._default_output)
+        facts = facts_of_call(request, self._engine.default_output)
         scheduling = request.scheduling()
         job = self._job(
             RelayRequest(
@@ -287,6 +287,9 @@ class Engine:
         }
 
     def _job(self, request: RelayRequest) -> Job:
+        facts = request.facts
+        if request.path == GENERATE and facts.output is None:
+            request = replace(request, facts=replace(facts, output=self._engine.default_output))
         return Job(request)
 
     def _limited(self, job: Job) -> bool:

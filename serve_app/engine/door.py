@@ -75,6 +75,7 @@ class Door:
         adapters: The LoRA adapters.
         context: Context of the model, in tokens.
         blocks: Rounds tokens up to whole blocks of the KV cache.
+        max_values: Most answers and logprobs in the answer to a job.
 
     Attributes:
         grammars: Checks grammars.
@@ -92,7 +93,9 @@ class Door:
         *,
         context: int,
         blocks: Callable[[int], int],
+        max_values: int,
     ) -> None:
+        self.max_values = max_values
         self.batcher = batcher
         self._texts = texts
         self._adapters = adapters
@@ -116,6 +119,7 @@ class Door:
         """
         if refusal := self.unfit():
             raise refusal
+        self._check_values(job.facts.values)
         if adapter := job.request.adapter:
             await self._adapters.check(adapter)
         if job.facts.grammar:
@@ -131,6 +135,28 @@ class Door:
             raise refusal_of(error) from None
         job.admitted = slot.running and not job.grammars
         return job.admitted
+
+    def count(self, job: Job, values: int) -> None:
+        """Count what vLLM makes for a prompt of a job, before any prompt of it runs.
+
+        Args:
+            job: The job.
+            values: Answers, and logprobs of tokens.
+
+        Raises:
+            RequestError: 400, the answer would hold the event loop.
+        """
+        job.values += values
+        self._check_values(job.values)
+
+    def _check_values(self, values: int) -> None:
+        if values > self.max_values:
+            message = (
+                f"the answer would have {values} values, and at most {self.max_values} are allowed "
+                "(max_answer_values): each answer is one, and each logprob of a token; ask for fewer "
+                "prompts, answers (n), tokens (max_tokens) or logprobs, or for a stream"
+            )
+            raise RequestError(400, "invalid_request_error", message)
 
     async def wait(self, job: Job) -> None:
         """Return when a job that has entered may run.

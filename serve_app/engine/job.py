@@ -31,6 +31,7 @@ class Job:
         call: The entry of the ledger; None: the ledger has none.
         slot: The slot of the batcher with which the job enters the door; None: it hasn't entered.
         admitted: Whether the door has admitted the job: it may run, with all that it needs.
+        values: Answers and logprobs that vLLM makes for its answer, as far as its prompts are known.
         placed: Whether a prompt has taken that slot.
         outside: Held by the prompts of the job that wait for space in the queue, `OUTSIDE` at most.
         grammars: Grammars that the body states.
@@ -48,6 +49,7 @@ class Job:
     call: Call | None = None
     slot: Slot | None = None
     admitted: bool = False
+    values: int = 0
     placed: bool = False
     outside: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(OUTSIDE))
     grammars: tuple[Grammar, ...] = ()

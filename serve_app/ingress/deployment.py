@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -211,9 +210,6 @@ class Ingress:
         await self._models.learn(facts.model)
         name = self._models.choose(facts.model, path, context.models)
         chosen = self._models.base_of(name)
-        if path == GENERATE and facts.output is None:
-            # The config may set a limit for calls that state none.
-            facts = replace(facts, output=self._models.find(chosen).usual_output)
         given = with_request_id(request.scope)
         scheduling = context.scheduling(given, facts.scheduling)
         adapter = "" if name == chosen else name

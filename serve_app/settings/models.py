@@ -366,11 +366,12 @@ class LLMSettings(Strict):
             "context. Texts of other routes must fit into the context."
         ),
     )
-    max_prompt_logprobs: Positive = Field(
-        default=32_768,
+    max_answer_values: Positive = Field(
+        default=16_384,
         description=(
-            "Most logprobs of a prompt (`prompt_logprobs`, `echo` with `logprobs`): its tokens times the "
-            "logprobs of each. vLLM builds them on the event loop."
+            "Most values in the answer to one request: its answers (prompts times `n`), and the logprobs of "
+            "all tokens of prompts and of answers; streams don't count the logprobs of answers. vLLM makes "
+            "them at once on the event loop, 12 µs for each."
         ),
     )
     transfer_keys: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
@@ -461,11 +462,6 @@ class LLMSettings(Strict):
     def context(self) -> int | None:
         """Tokens of the context; None: known once the engine has started."""
         return self.engine.context
-
-    @property
-    def usual_output(self) -> int | None:
-        """Output tokens of a prompt of `/generate` that states no limit; None: the rest of the context."""
-        return self.sampling.max_tokens
 
     @property
     def profile(self) -> str | None:
@@ -618,7 +614,6 @@ class FunctionSettings(Strict):
     pools: ClassVar[bool] = True
     profile: ClassVar[str | None] = None
     share: ClassVar[str | None] = None
-    usual_output: ClassVar[int | None] = None
 
     @property
     def root(self) -> str:

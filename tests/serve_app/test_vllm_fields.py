@@ -69,7 +69,7 @@ REVIEWED = {
     "truncate_prompt_tokens": "a long text is cut before it is tokenized",
     **dict.fromkeys(
         ("logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids"),
-        "vLLM's max_logprobs, and max_prompt_logprobs",
+        "vLLM's max_logprobs, and max_answer_values",
     ),
     **dict.fromkeys(("stop", "stop_sequences"), "vLLM's own bound on stop strings, and 16,384 characters"),
     **dict.fromkeys(("stop_token_ids", "logit_bias"), "128 and 1,024 of them"),
@@ -128,7 +128,7 @@ A new one is added here after a look at what it multiplies and, if that is seque
 
 SWITCHES = {
     "use_beam_search": "beams are records, as `n`",
-    "echo": "with logprobs: max_prompt_logprobs",
+    "echo": "with logprobs: max_answer_values",
     **dict.fromkeys(("background", "watermarking"), "refused, or without effect"),
     **dict.fromkeys(("chat_template", "guided_decoding_backend"), "vLLM refuses or ignores it in a request"),
     **dict.fromkeys(("store", "previous_response_id"), "vLLM keeps no responses unless told to"),

@@ -77,7 +77,6 @@ class GatedLLM(CountedLLM):
         by_priority: vLLM schedules by priority too.
         goals: Latency goals of live traffic; None: there are none.
         transfer_keys: Names of the API keys whose requests may move KV caches between engines.
-        max_prompt_logprobs: Most logprobs of prompt tokens that a prompt may ask for.
         compiles_grammars: The engine compiles grammars with xgrammar; another backend refuses them itself.
         salts: Each tenant has a part of the prefix cache of its own.
     """
@@ -88,7 +87,6 @@ class GatedLLM(CountedLLM):
     by_priority: bool
     goals: GoalSettings | None = None
     transfer_keys: tuple[str, ...] = ()
-    max_prompt_logprobs: int
     compiles_grammars: bool = False
     salts: bool = False
 
@@ -98,6 +96,8 @@ class GatedLLM(CountedLLM):
         """Generate as vLLM does, in a slot of the running task's job."""
         job = current()
         if job is not None and not job.searching:
+            # vLLM calls this method for all prompts of a request before it runs the first.
+            self._count(job, prompt, sampling_params)
             return self._place(job, prompt, sampling_params, request_id, options)
         if job is not None and self.by_priority:
             options["priority"] = job.scheduling.priority
@@ -145,7 +145,6 @@ class GatedLLM(CountedLLM):
             # A larger value is a default: the Ingress has refused what a client asks for beyond it.
             params.max_tokens = most
         self._check_transfers(job, params)
-        self._check_prompt_logprobs(length, params)
         if error := oversize(params, self.input_processor):
             raise refused(error)
         bound_seed(params)
@@ -362,25 +361,34 @@ class GatedLLM(CountedLLM):
         if job is not None and job.request.key in self.transfer_keys:
             await super().notify_kv_transfer_request_rejected(request_id, kv_transfer_params, **options)
 
-    def _check_prompt_logprobs(self, length: int, params: SamplingParams) -> None:
-        """Refuse more logprobs of a prompt than the event loop can make without holding others up.
+    def _count(self, job: Job, prompt: Any, params: SamplingParams) -> None:
+        """Count what the answer to a prompt has, and bound the length of an answer that states none.
 
         Raises:
-            VLLMValidationError: 400.
+            VLLMValidationError: 400, all prompts of the job have too much together.
         """
-        each, n = params.prompt_logprobs, params.n
-        if each is None:
-            return
-        # vLLM adds the prompt's own token to those that are asked for; -1 are all of the vocabulary.
-        every = self.model_config.get_vocab_size() if each < 0 else each + 1
-        if n * length * every <= self.max_prompt_logprobs:
-            return
-        answers = f", for each of {n} answers," if n > 1 else ""
-        message = (
-            f"prompt_logprobs: {length} prompt tokens with {every} logprobs each{answers} are more than "
-            f"{self.max_prompt_logprobs} (max_prompt_logprobs); ask for fewer, or send a shorter prompt"
-        )
-        raise refused(RequestError(400, "invalid_request_error", message, param="prompt_logprobs"))
+        length = prompt_length(prompt, self.model_config.max_model_len)
+        each, n = self._logprobs(params.logprobs), params.n
+        each = max(each, len(params.logprob_token_ids or ()) + 1) if params.logprob_token_ids else each
+        if params.output_kind is RequestOutputKind.DELTA:
+            each = 0
+        facts = job.facts
+        if each and facts.output in (None, job.request.max_tokens):
+            # A request without a length is not refused for what its answer may have.
+            most = (self.door.max_values // (facts.prompts * n) - 1) // each
+            params.max_tokens = max(1, min(params.max_tokens or most, most))
+        tokens = self.model_config.max_model_len if params.max_tokens is None else params.max_tokens
+        values = n * (1 + length * self._logprobs(params.prompt_logprobs) + tokens * each)
+        try:
+            self.door.count(job, values)
+        except RequestError as error:
+            raise refused(error) from None
+
+    def _logprobs(self, stated: int | None) -> int:
+        """Return the logprobs of a token: its own and those that are asked for; -1 are all."""
+        if stated is None:
+            return 0
+        return self.model_config.get_vocab_size() if stated < 0 else stated + 1
 
     def _cost(self, length: int, max_tokens: int | None, n: int) -> tuple[int, int]:
         """Return the tokens of KV cache for the prompt of each of `n` answers together, and for the answers.

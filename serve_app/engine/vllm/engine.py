@@ -61,6 +61,7 @@ class VLLMEngine:
     Attributes:
         load_s: Seconds that loading the model took, with its warm-up.
         max_num_batched_tokens: Most tokens in a step.
+        default_output: Most tokens of an answer of `/generate` to a request that states no limit.
         stats: The engine's statistics.
         adapters: The LoRA adapters.
         door: Admits jobs.
@@ -112,7 +113,6 @@ class VLLMEngine:
         self.llm.salts = salts
         self.llm.by_priority = self._args.scheduling_policy == "priority"
         self.llm.transfer_keys = settings.transfer_keys
-        self.llm.max_prompt_logprobs = settings.max_prompt_logprobs
         self._goals = self.llm.goals = settings.batcher.goals
         self._limits = limits_of(settings.batcher, self.llm)
         slots = self.adapters.slots
@@ -128,12 +128,14 @@ class VLLMEngine:
             self.adapters,
             context=self.max_model_len,
             blocks=self.llm.blocks,
+            max_values=settings.max_answer_values,
         )
         self._defaults: JSON = (
             {"max_tokens": DEFAULT_MAX_TOKENS}
             | self.llm.model_config.get_diff_sampling_param()
             | settings.sampling.sampling()
         )
+        self.default_output: int = self._defaults["max_tokens"]
         self.max_tokenize_tokens = settings.max_tokenize_tokens or self.max_model_len
         bound_tokenizing(self.llm.renderer, self.max_tokenize_tokens)
         if not self._args.trust_request_chat_template:

@@ -21,6 +21,8 @@ from tests.batcher.virtual import now
 
 BLOCK = 16
 CONTEXT = 128
+MAX_VALUES = 105
+"""Most answers and logprobs in an answer."""
 
 FACTS = Facts(size=2, prompt=10, prompts=1, answers=1, output=4, runs=True, grammar=False, tokens=14)
 """Facts of a short prompt: with its answer it takes one block."""
@@ -190,7 +192,7 @@ async def opened(
     async with ContinuousBatcher(**most) as batcher, ContinuousBatcher(**few) as texts:
         slots.on_change = batcher.reopen
         owner: Any = adapters
-        door = Door(batcher, texts, owner, context=CONTEXT, blocks=blocks)
+        door = Door(batcher, texts, owner, context=CONTEXT, blocks=blocks, max_values=MAX_VALUES)
         door.grammars = grammars
         site = Site(door, batcher, texts, adapters, grammars, lanes)
         door.unfit = lambda: site.refusal
@@ -210,6 +212,7 @@ class PlayedEngine:
     generate: Any = None
     died: bool = False
     max_tokenize_tokens: int = 1_000
+    default_output: int = 4
     max_model_len: int = CONTEXT
     max_num_batched_tokens: int = 2048
     load_s: float = 7.0

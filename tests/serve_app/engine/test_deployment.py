@@ -119,7 +119,6 @@ class Served:
         parts._telemetry = EngineTelemetry(SILENT, "demo", site.batcher)
         parts._id = "demo"
         parts._max_prompts = 10
-        parts._default_output = 4
         parts._openai = OpenAI(app, parts._engine)
         parts._routes = {REQUEST.path, "/v1/responses", "/detokenize", "/generate"}
 
@@ -328,6 +327,19 @@ async def test_a_call_over_the_handle_beyond_the_quota_of_its_tenant_gets_no_slo
         with pytest.raises(RequestError, match="tenant acme: tokens_per_day 200"):
             await served.engine.generate({"prompts": ["x" * 100] * 10, "tenant": "acme"})
         assert len(served.generate.ran) == 1
+        await served.parts._accounts.stop()
+
+
+@virtual
+async def test_a_call_without_a_length_reserves_the_length_that_the_engine_takes() -> None:
+    handle = QuotasHandle(QuotasSettings(tenants={"acme": Quota(tokens_per_day=50)}, folder="/nowhere"))
+    async with serving(unreached) as served:
+        served.limit(handle)
+        body = b'{"prompts": ["a"], "tenant": "acme"}'
+        for output, status in ((None, 200), (100, 400)):
+            facts = Facts(prompt=20, output=output)
+            request = replace(ACME, path="/generate", body=body, facts=facts)
+            assert (await served.answer(request))[0] == status
         await served.parts._accounts.stop()
 
 

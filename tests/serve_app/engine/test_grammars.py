@@ -13,7 +13,15 @@ import pytest
 import xgrammar
 
 from serve_app.api.errors import RequestError
-from serve_app.engine.grammars import MAX_CHARS, RETRY_S, Grammar, GrammarCheck, check_lengths, grammars_of
+from serve_app.engine.grammars import (
+    MAX_BYTES,
+    MAX_CHARS,
+    RETRY_S,
+    Grammar,
+    GrammarCheck,
+    check_lengths,
+    grammars_of,
+)
 from tests.progress import STILL_S
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
@@ -319,3 +327,25 @@ async def test_a_process_that_does_not_start_is_told_and_the_next_check_starts_a
                 await grammars.check(HARMLESS[:1])
         assert (caught.value.status, caught.value.retry_after_s) == (503, RETRY_S)
         await grammars.check(HARMLESS[:1])
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b'{"response_format": {"a": "%s"}}' % (b"x" * MAX_BYTES), "response_format"),
+        (b'{"tools": [%s{}]}' % (b"{}," * (MAX_BYTES // 3)), "tools"),
+        (b'{"text": "%s", "tools": ["%s"]}' % (b"x" * (MAX_BYTES // 2), b"x" * (MAX_BYTES // 2)), "tools"),
+        (b'{"text": {}, "temperature": NaN, "prompt": "%s"}' % (b"x" * MAX_BYTES), None),
+    ],
+)
+def test_fields_for_grammars_are_not_parsed_before_their_length_is_known(
+    body: bytes, param: str | None
+) -> None:
+    with pytest.raises(RequestError, match=f"at most {MAX_BYTES} are allowed") as caught:
+        grammars_of(body)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_a_long_prompt_beside_a_grammar_is_not_among_its_bytes() -> None:
+    body = b'{"prompt": "%s", "structured_outputs": {"regex": "a+"}}' % (b"x" * MAX_BYTES)
+    assert grammars_of(body) == [Grammar("regex", "a+", "structured_outputs.regex")]

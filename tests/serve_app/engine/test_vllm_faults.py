@@ -112,7 +112,6 @@ async def service(
     application = Application(DEMO_MODEL, ("generate",), runner="generate")
     llm: Any = application.llm
     llm.intervals = StreamIntervals()
-    llm.max_prompt_logprobs = 100
     llm.input_processor = SimpleNamespace(vllm_config=llm.vllm_config, tokenizer=None)
     llm.output_processor = SimpleNamespace(external_req_ids={}, request_states={})
     monkeypatch.setattr(AsyncLLM, "errored", property(lambda _: False))

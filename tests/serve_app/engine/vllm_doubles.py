@@ -159,7 +159,6 @@ def gated(script: Any, site: Site | None = None, *, by_priority: bool = False) -
         llm.door, llm.adapters = site.door, site.adapters
     llm.intervals = StreamIntervals()
     llm.by_priority = by_priority
-    llm.max_prompt_logprobs = 100
     llm.model_config = SimpleNamespace(
         max_model_len=CONTEXT,
         get_vocab_size=lambda: 1000,

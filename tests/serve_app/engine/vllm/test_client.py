@@ -21,6 +21,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
+from serve_app.api.errors import RequestError
 from serve_app.engine.grammars import Grammar, GrammarCheck
 from serve_app.engine.job import Job
 from serve_app.engine.stream_interval import STREAMS
@@ -29,7 +30,7 @@ from serve_app.engine.vllm.scheduler import GOALS
 from serve_app.relay.usage import Tokens
 from serve_app.settings.models import GoalSettings
 from tests.batcher.virtual import blocked, virtual
-from tests.serve_app.engine.engine_doubles import BLOCK, CONTEXT, PlayedAdapters, new_job, opened
+from tests.serve_app.engine.engine_doubles import BLOCK, CONTEXT, MAX_VALUES, PlayedAdapters, new_job, opened
 from tests.serve_app.engine.vllm_doubles import (
     LIMIT_S,
     TEN,
@@ -474,33 +475,77 @@ async def test_one_answer_as_large_as_the_engine_runs_alone() -> None:
 
 
 @virtual
-async def test_more_logprobs_of_a_prompt_than_the_loop_can_make_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("params", "values"),
+    [
+        ({"prompt_logprobs": 9}, 101),
+        ({"prompt_logprobs": 10}, 111),
+        ({"prompt_logprobs": -1}, 10_001),
+        ({"n": 2, "prompt_logprobs": 4}, 102),
+        ({"n": 3, "prompt_logprobs": 4}, 153),
+        ({"logprobs": 20}, 85),
+        ({"n": 2, "logprobs": 20}, 170),
+        ({"logprobs": 20, "prompt_logprobs": 1}, 105),
+        ({"logprobs": 20, "prompt_logprobs": 2}, 115),
+        ({"logprobs": -1}, 4_001),
+        ({"logprob_token_ids": list(range(30))}, 125),
+        ({"n": 2, "logprobs": 20, "output_kind": RequestOutputKind.DELTA}, 2),
+    ],
+)
+async def test_an_answer_with_more_values_than_the_loop_may_make_is_refused(
+    params: dict[str, Any], values: int
+) -> None:
     async with opened() as site:
         script = Script(output(1, finish="stop"))
         llm = gated(script, site)
-        # Ten tokens; the bound is 100.
-        await run(llm, params=SamplingParams(max_tokens=4, prompt_logprobs=9))
-        for logprobs, found in ((10, 11), (-1, 1000)):
-            job = new_job()
-            with pytest.raises(
-                VLLMValidationError, match=f"10 prompt tokens with {found} logprobs each.*max_prompt_logprobs"
-            ):
-                await run(llm, params=SamplingParams(max_tokens=4, prompt_logprobs=logprobs), job=job)
-            assert refused(job) == (400, "prompt_logprobs")
-        assert len(script.calls) == 1
+        job = new_job()
+        # Ten tokens, and four of the answer; the bound is 105.
+        if values <= MAX_VALUES:
+            await run(llm, params=SamplingParams(max_tokens=4, **params), job=job)
+        else:
+            reason = f"{values} values, and at most {MAX_VALUES} are allowed .max_answer_values"
+            with pytest.raises(VLLMValidationError, match=reason):
+                await run(llm, params=SamplingParams(max_tokens=4, **params), job=job)
+            assert refused(job) == (400, None)
+        assert len(script.calls) == (values <= MAX_VALUES)
         site.check_free()
 
 
 @virtual
-async def test_each_answer_counts_among_the_logprobs_of_a_prompt() -> None:
+async def test_the_prompts_of_a_request_have_one_bound_before_any_of_them_runs() -> None:
     async with opened() as site:
         script = Script(output(1, finish="stop"))
         llm = gated(script, site)
-        # Ten tokens; the bound is 100.
-        await run(llm, params=SamplingParams(n=2, max_tokens=4, prompt_logprobs=4))
-        with pytest.raises(VLLMValidationError, match="with 5 logprobs each, for each of 3 answers"):
-            await run(llm, params=SamplingParams(n=3, max_tokens=4, prompt_logprobs=4))
-        assert len(script.calls) == 1
+        job = await admitted(llm, new_job(facts={"prompts": 3}))
+        params = SamplingParams(max_tokens=4, prompt_logprobs=4)
+        for index in range(2):
+            llm.generate(TEN, params, f"r-{index}")
+        with pytest.raises(VLLMValidationError, match="153 values"):
+            llm.generate(TEN, params, "r-2")
+        assert script.calls == []
+        assert job.slot is not None
+        job.slot.release()
+        site.check_free()
+
+
+@virtual
+async def test_an_answer_without_a_stated_length_is_as_long_as_the_bound_allows() -> None:
+    async with opened() as site:
+        script = Script(output(1, finish="stop"))
+        llm = gated(script, site)
+        for stated, length in ((None, 20), (4, 4)):
+            params = SamplingParams(max_tokens=stated or CONTEXT - 10, logprobs=4)
+            await run(llm, params=params, job=new_job(facts={"output": stated}))
+            assert script.calls[-1]["params"].max_tokens == length
+
+
+@virtual
+async def test_an_answer_that_states_too_many_values_is_refused_at_the_door() -> None:
+    async with opened() as site:
+        with pytest.raises(RequestError, match="106 values") as caught:
+            await site.door.admit(new_job(facts={"values": MAX_VALUES + 1}))
+        assert caught.value.status == 400
+        site.check_free()
 
 
 @virtual
