@@ -65,14 +65,16 @@ class Images(Part):
 
     registry: str = Field(
         description="Registry and path in front of the images' names, such as registry.example.com/team; "
-        "empty: none."
+        "without https://; empty: none.",
+        pattern=r"^([\w.-]+(:[0-9]+)?(/[\w./-]*)?)?$",
     )
     tag: str = Field(description="Tag of both images. Never reuse a tag.", pattern=r"^[\w][\w.-]{0,127}$")
     front: str = Field(
         description="Image of the head, of the pods with the HTTP front and of batch pods: saturate-front, "
-        "or saturate-cpu for a config with a model on the CPU."
+        "or saturate-cpu for a config with a model on the CPU. With a digest, as in "
+        "saturate-front@sha256:..., the tag doesn't count."
     )
-    gpu: str = Field(description="Image of the pods with GPUs.")
+    gpu: str = Field(description="Image of the pods with GPUs, with or without a digest.")
     pullSecrets: list[Name] = Field(description="Secrets for the registry, in the namespace of the release.")
 
 

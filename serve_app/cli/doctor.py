@@ -125,8 +125,8 @@ def _show(name: str, finding: Finding) -> None:
     click.echo(f"{level} {name:<14} {first}")
     for line in more:
         click.echo(f"{'':24}{line.strip()}")
-    if finding.fix:
-        click.echo(f"{'':24}-> {finding.fix}")
+    for line in finding.fix.splitlines():
+        click.echo(f"{'':24}-> {line}")
 
 
 def _number(count: int, word: str) -> str:

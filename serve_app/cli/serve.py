@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from serve_app.models.generated import Generated
     from serve_app.models.overrides import Override
 
-DEMO = Path(__file__).parents[2] / "configs/local.yaml"
-"""The demo config; it exists in a checkout, not in an installed package."""
-
 
 class Target(NamedTuple):
     """The model or config to serve, with options of `vllm serve`.
@@ -159,8 +156,6 @@ def serve(
     from serve_app.models.source import is_config
 
     overrides = (*target.overrides, *(override for _, override in settings))
-    if target.name is None and DEMO.is_file() and not overrides and not print_config:
-        return launch(DEMO, verbose=verbose, log_format=log_format)
     name = target.name or "demo"
     if is_config(name):
         if overrides:

@@ -12,16 +12,19 @@ from serve_app.api.validation import is_port, suggestion
 from serve_app.auth.key_store import KeyStore
 from serve_app.cli.errors import ConfigError
 from serve_app.ingress import haproxy
-from serve_app.ingress.status import engine_name
+from serve_app.ingress.status import BATCHES, QUOTAS, TURNS, engine_name
 from serve_app.models.engine_check import check_engine
 from serve_app.settings.completion import complete_config
 from serve_app.settings.config_file import IMPORT_PATH
 from serve_app.settings.environment import HARD_STOP
 from serve_app.settings.messages import plain_errors
 from serve_app.settings.models import LLMSettings
-from serve_app.settings.schema import parse
+from serve_app.settings.schema import Settings, parse
 from serve_app.settings.user_config import parse_user_config
 from serve_app.system.yaml_text import load, updated_or_new
+
+INGRESS = "Ingress"
+"""Name of the deployment of the HTTP front."""
 
 
 def read_config(path: Path) -> ServeDeploySchema:
@@ -48,6 +51,7 @@ def read_config(path: Path) -> ServeDeploySchema:
             settings = parse(app.args)
             if settings.access:
                 KeyStore(settings.access, environment=_environment(app))
+            _check_names(app, settings)
             languages = {engine_name(model.id) for model in settings.models if model.kind == "llm"}
             for deployment in app.deployments:
                 if deployment.name in languages and isinstance(deployment.user_config, dict):
@@ -63,6 +67,23 @@ def read_config(path: Path) -> ServeDeploySchema:
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from None
     return config
+
+
+def _check_names(app: ServeApplicationSchema, settings: Settings) -> None:
+    """Check the route prefix and the names of deployments, which Ray Serve checks after its start.
+
+    Raises:
+        ValueError: The prefix is no path, or the application has no deployment of a name.
+    """
+    if app.route_prefix is not None and not app.route_prefix.startswith("/"):
+        raise ValueError(f"route_prefix: {app.route_prefix!r}: must begin with /")
+    parts = {BATCHES: settings.batches, QUOTAS: settings.usage.quotas, TURNS: settings.sharing() or None}
+    there = [INGRESS, *(engine_name(model.id) for model in settings.models)]
+    there += [name for name, part in parts.items() if part is not None]
+    for deployment in app.deployments:
+        if deployment.name not in there:
+            known = suggestion(deployment.name, there)
+            raise ValueError(f"deployments: {deployment.name}: there is no such deployment{known}")
 
 
 def _check_gpus(app: ServeApplicationSchema, model: LLMSettings) -> None:

@@ -19,7 +19,7 @@ LOG_LEVEL = (
 )
 CORS = "`ingress.allow_origins` names the web pages that may call, with every method and header of the routes"
 HEADERS = "HAProxy bounds the headers; `ingress.max_body_bytes` bounds the body"
-CLOSED = "the service keeps that route closed; `/stats` and `/metrics` report its state"
+CLOSED = "the service keeps that route closed; `/stats` and Ray's Prometheus endpoint report its state"
 PAGES = "the Ingress has its own pages and documents (serve_app/docs/reference/routes.md)"
 SCALE_OUT = "the service has no routes of that kind; `/v1/completions` takes token ids as prompts"
 HANDLES = "the service speaks HTTP; programs in the cluster call it by handle (`saturate batch --app`)"
@@ -58,7 +58,7 @@ REFUSED: Mapping[str, str] = {
     "log_level": LOG_LEVEL,
     "log_config_file": LOG_LEVEL,
     "logging_config": LOG_LEVEL,
-    "aggregate_engine_logging": "a replica has one engine, whose figures `/stats` and `/metrics` sum up",
+    "aggregate_engine_logging": "a replica has one engine, and `/stats` has its figures",
     "enable_server_load_tracking": CLOSED,
     "enable_tokenizer_info_endpoint": CLOSED,
     "tokens_only": SCALE_OUT,

@@ -132,6 +132,17 @@ def test_images_of_a_registry_need_its_secrets() -> None:
     assert all(spec["imagePullSecrets"] == [{"name": "registry"}] for spec in found.values())
 
 
+def test_an_image_with_a_digest_has_no_tag() -> None:
+    digest = f"sha256:{'0' * 64}"
+    images = {
+        "registry": "localhost:5000",
+        "front": f"saturate-front@{digest}",
+        "gpu": f"saturate-gpu@{digest}",
+    }
+    found = {pod.spec["containers"][0]["image"] for pod in pods(render_chart({"images": images}))}
+    assert found == {f"localhost:5000/saturate-{name}@{digest}" for name in ("front", "gpu")}
+
+
 def test_existing_claims_take_the_place_of_new_ones() -> None:
     documents = render_chart(
         {"cache": {"claim": "weights"}, "batchGroup": {"enabled": True, "claim": "rows"}}
@@ -240,6 +251,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("'image'", {"image": {}}),
     ("'/images'", {"images": {"tga": "1"}}),
     ("'/images/tag'", {"images": {"tag": "a tag"}}),
+    ("'/images/registry'", {"images": {"registry": "https://registry.example.com/team"}}),
     ("'/config'", {"config": "qwen"}),
     ("'/name'", {"name": "Saturate"}),
     ("'/front/cores'", {"front": {"cores": "2"}}),

@@ -62,6 +62,18 @@ def test_its_deployments_exist(path: Path) -> None:
     assert set(named) <= there
 
 
+@every_config
+def test_a_replica_is_full_before_another_one_starts(path: Path) -> None:
+    config = load(path)["applications"][0]
+    engines = {f"Engine:{model['id']}": model.get("engine", {}) for model in config["args"]["models"]}
+    for deployment in config["deployments"]:
+        scaling = deployment.get("autoscaling_config")
+        if scaling and deployment["name"] in engines:
+            # vLLM's own number on these GPUs.
+            least = engines[deployment["name"]].get("max_num_seqs", 256)
+            assert scaling["target_ongoing_requests"] >= least
+
+
 OPTION = re.compile(
     r"^( +)# (goals: .*|tenant_weights: .*|policy:|  policy_function: .*|  policy_kwargs: .*)$", re.M
 )

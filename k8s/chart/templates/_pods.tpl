@@ -18,7 +18,7 @@
 {{- define "saturate.image" -}}
 {{- $images := (first .).Values.images -}}
 {{- with $images.registry }}{{ trimSuffix "/" . }}/{{ end -}}
-{{- printf "%s:%s" (last .) $images.tag -}}
+{{- if contains "@" (last .) }}{{ last . }}{{ else }}{{ printf "%s:%s" (last .) $images.tag }}{{ end -}}
 {{- end -}}
 
 {{/* Changes the pods of a group; arguments: the root, the group, the image, the values of the pods. */}}

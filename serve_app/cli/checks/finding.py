@@ -21,8 +21,8 @@ class Finding:
 
     Attributes:
         level: "problem": a service can't start, or fails later; "warning": a service is slower, or may fail.
-        text: The finding, on one line.
-        fix: What to do, on one line; empty if all is well.
+        text: The finding; of several findings a line each.
+        fix: What to do, with a line each; empty if all is well.
     """
 
     level: Level
@@ -65,15 +65,16 @@ def problem(text: str, fix: str) -> Finding:
 
 
 def combined(findings: Sequence[Finding]) -> Finding | None:
-    """Combine the findings of the worst level into one finding; None without findings."""
+    """Combine the findings of the worst level into one finding, with a line each; None without findings."""
     level = max((one.level for one in findings), key=LEVELS.index, default=None)
     if level is None:
         return None
     worst = [one for one in findings if one.level == level]
+    between = "; " if level == "ok" else "\n"
     return Finding(
         level,
-        "; ".join(dict.fromkeys(one.text for one in worst)),
-        "; ".join(dict.fromkeys(one.fix for one in worst if one.fix)),
+        between.join(dict.fromkeys(one.text for one in worst)),
+        between.join(dict.fromkeys(one.fix for one in worst if one.fix)),
     )
 
 

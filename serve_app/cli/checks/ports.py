@@ -66,9 +66,10 @@ def _check(port: Port, runs: list[RunningService]) -> Finding | None:
     holders = listeners(port.number)
     named = ", ".join(f"{one.name} (pid {one.pid})" for one in holders) or "a process of another user"
     if own := _service(holders, runs):
-        text = f"port {port.number} ({port.use}) is in use by the saturate service on port {own.port}"
+        what = f"port {port.number} ({port.use}; {port.setting})"
+        text = f"{what} is in use by the saturate service on port {own.port}"
         return warning(
-            text, f"`saturate stop --port {own.port}` before another service starts, or {port.setting}"
+            text, f"`saturate stop --port {own.port}` before another service starts, or other ports"
         )
     if not holders and "in use" not in reason:
         named = reason

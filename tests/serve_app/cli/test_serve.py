@@ -41,11 +41,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, dict[str, Any]
     return calls
 
 
-def test_a_checkout_serves_the_demo_by_default(launched: list[tuple[Path, dict[str, Any]]]) -> None:
-    assert CliRunner().invoke(serve, []).exit_code == 0
-    assert launched == [(ROOT / "configs/local.yaml", {"verbose": False, "log_format": None})]
-
-
 def test_options_reach_the_launcher(launched: list[tuple[Path, dict[str, Any]]]) -> None:
     assert CliRunner().invoke(serve, ["a.yaml", "--verbose", "--log-format", "json"]).exit_code == 0
     assert launched == [(Path("a.yaml"), {"verbose": True, "log_format": "json"})]
@@ -82,14 +77,15 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(serve, arguments)
 
 
-def test_an_installed_package_serves_the_demo_too(
-    monkeypatch: pytest.MonkeyPatch, here: Path, texts: list[str], tmp_path: Path
+def test_the_demo_is_served_by_default_where_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch, here: Path, texts: list[str]
 ) -> None:
-    monkeypatch.setattr("serve_app.cli.serve.DEMO", tmp_path / "configs/local.yaml")
+    monkeypatch.setenv("SATURATE_HOST", "0.0.0.0")
     assert run().exit_code == 0
     assert run("demo").exit_code == 0
     assert texts[0] == texts[1]
     assert "source: saturate://demo" in texts[0]
+    assert "host: 0.0.0.0" in texts[0]
 
 
 @pytest.mark.parametrize("name", ["demo", "Qwen/Qwen2.5-7B"])

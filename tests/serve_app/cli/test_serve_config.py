@@ -36,6 +36,24 @@ def test_answers_get_the_time_to_end_that_the_config_gives_them(tmp_path: Path) 
     assert answer_s(read_config(write(tmp_path, content))) == 120
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"deployments": [{"name": "Engine:dmo"}]}, "deployments: Engine:dmo: there is no such deployment; "),
+        ({"deployments": [{"name": "Batches"}]}, "deployments: Batches: there is no such deployment; "),
+        ({"route_prefix": "llm"}, "route_prefix: 'llm': must begin with /"),
+    ],
+)
+def test_what_ray_serve_would_refuse_after_its_start_is_found_before(
+    tmp_path: Path, change: dict[str, Any], reason: str
+) -> None:
+    content = config()
+    content["applications"][0] |= change
+    found = problem(write(tmp_path, content))
+    assert reason in found
+    assert "deployments" not in change or "Engine:demo" in found
+
+
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     assert problem(tmp_path / "none.yaml").endswith("No such file or directory")
     assert problem(tmp_path).endswith("Is a directory")
@@ -142,6 +160,8 @@ def test_the_part_of_the_config_that_running_engines_take_in_is_checked_too(tmp_
         write(tmp_path, content)
     )
     # The user_config of a function is for the function.
+    function = {"id": "other", "kind": "function", "target": "no.such.module:Class"}
+    content["applications"][0]["args"]["models"].append(function)
     content["applications"][0]["deployments"][0]["name"] = "Engine:other"
     read_config(write(tmp_path, content))
 

@@ -5,7 +5,7 @@ from serve_app.cli.checks.finding import GIB, combined, gib, ok, problem, warnin
 
 def test_several_findings_are_those_of_the_worst_level() -> None:
     found = combined([ok("a"), problem("b", "fix b"), warning("c", "fix c"), problem("d", "fix b")])
-    assert found == problem("b; d", "fix b")
+    assert found == problem("b\nd", "fix b")
     assert combined([ok("a"), warning("c", "fix c")]) == warning("c", "fix c")
     assert combined([ok("a"), ok("b")]) == ok("a; b")
     assert combined([]) is None

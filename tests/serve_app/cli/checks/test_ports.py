@@ -85,6 +85,27 @@ def test_a_port_of_a_service_is_a_warning(taken: int, monkeypatch: pytest.Monkey
     assert "`saturate stop --port 8000`" in found.fix
 
 
+def test_the_ports_of_one_service_have_a_line_each_and_one_remedy(
+    taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = living()
+    monkeypatch.setattr(checks, "find_runs", lambda: [run])
+    monkeypatch.setattr(checks, "environment", lambda pid: {MARK: run.mark})
+    names = (
+        "RAY_SERVE_HAPROXY_STATS_PORT",
+        "RAY_SERVE_HAPROXY_METRICS_PORT",
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
+    )
+    needs = Needs(port=taken, variables=dict.fromkeys(names, str(taken)))
+    found = check_ports(case(needs=needs))
+    assert found
+    lines = found.text.splitlines()
+    assert len(lines) == 4
+    assert all(name in found.text for name in names)
+    assert max(map(len, lines)) < 140
+    assert found.fix == "`saturate stop --port 8000` before another service starts, or other ports"
+
+
 def test_no_port_is_left_for_the_dashboard(taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "DASHBOARD", [taken])
     found = check_ports(case(needs=plain(free_port())))
@@ -115,4 +136,4 @@ def test_leftovers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.level == "warning"
     assert "processes of a killed service on port 8000 are left" in found.text
     assert "engines without a service are left: pid 7" in found.text
-    assert found.fix == "`saturate stop`; kill 7"
+    assert found.fix == "`saturate stop`\nkill 7"
