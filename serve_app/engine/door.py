@@ -1,5 +1,6 @@
 """The door of an Engine: every job is admitted here, before anything else is done with it."""
 
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -184,8 +185,8 @@ class Door:
             slot.release(error)
             raise
 
-    async def queue(self, job: Job, prompt_tokens: int, max_tokens: int) -> Slot:
-        """Return the slot of one more prompt of a job once it is in the queue.
+    async def further(self, job: Job, prompt_tokens: int, max_tokens: int) -> Slot:
+        """Return the slot of one more prompt of a job once it has started. The caller holds `job.waiting`.
 
         Args:
             job: The job.
@@ -198,6 +199,7 @@ class Door:
         slot = self._further(job, *self._bound(prompt_tokens, max_tokens), deadline=job.deadline)
         try:
             await slot.enter()
+            await slot.started()
         except BatcherError as error:
             raise refusal_of(error) from None
         return slot
@@ -206,8 +208,8 @@ class Door:
     async def place(self, job: Job, prompt_tokens: int, max_tokens: int, n: int) -> AsyncIterator[Slot]:
         """Hold a slot for one prompt of a job, at its exact cost.
 
-        The first prompt has the job's own slot. Further ones wait for theirs, a few at a time for space in
-        the queue; a list may be longer than the queue.
+        The first prompt has the job's own slot. Further prompts wait for theirs, a few at a time: a list may
+        be longer than the queue, and leaves space in it.
 
         Args:
             job: The job.
@@ -257,11 +259,11 @@ class Door:
             slot.give(GRAMMAR)
 
     async def _enter_further(self, job: Job, slot: Slot) -> None:
-        """Return once a further slot of a job has started; a few at a time wait for space in the queue."""
+        """Return once a further slot of a job has started; a few wait at a time."""
         try:
-            async with job.outside:
+            async with job.waiting:
                 await slot.enter()
-            await slot.started()
+                await slot.started()
         except BatcherError as error:
             raise refusal_of(error) from None
 
@@ -329,7 +331,8 @@ def refusal_of(error: BatcherError) -> RequestError:
     """Return the error that a client gets for one of the batcher."""
     match error:
         case QueueFull():
-            message = f"The queue of this model is full. Try again in {error.retry_after_s:.1f} s."
+            seconds = max(1, math.ceil(error.retry_after_s))
+            message = f"The queue of this model is full. Try again in {seconds} s."
             return RequestError(429, "rate_limit_error", message, retry_after_s=error.retry_after_s)
         case Expired():
             return RequestError(408, "timeout_error", "The request could not start in the time it allows.")

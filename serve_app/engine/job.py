@@ -15,8 +15,8 @@ from serve_app.relay.request import RelayRequest
 from serve_app.relay.resume import StreamTokens
 from serve_app.relay.usage import RequestUsage
 
-OUTSIDE = 16
-"""Prompts of a job that wait for space in the queue at once: as many as may leave the queue together."""
+WAITING = 16
+"""Prompts of a job that wait to start at once: more would take the queue from the jobs of others."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +33,7 @@ class Job:
         admitted: Whether the door has admitted the job: it may run, with all that it needs.
         values: Answers and logprobs that vLLM makes for its answer, as far as its prompts are known.
         placed: Whether a prompt has taken that slot.
-        outside: Held by the prompts of the job that wait for space in the queue, `OUTSIDE` at most.
+        waiting: Held by further prompts of the job that wait to start, `WAITING` at most.
         grammars: Grammars that the body states.
         stream: Tokens of the answer, if it is a stream that may go on in another Engine.
         searching: Whether a beam search runs, which asks the engine once for each token of each beam.
@@ -51,7 +51,7 @@ class Job:
     admitted: bool = False
     values: int = 0
     placed: bool = False
-    outside: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(OUTSIDE))
+    waiting: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(WAITING))
     grammars: tuple[Grammar, ...] = ()
     stream: StreamTokens | None = None
     searching: bool = False

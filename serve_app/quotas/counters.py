@@ -492,7 +492,13 @@ class Counters:
             elif silent_s > SILENT_S:
                 for place in [place for place in holder.accounts if place[1] == ALWAYS]:
                     self._drop(name, holder, place, now)
-        for total_place in [place for place, total in self._totals.items() if total.ends_at <= now]:
+        over = [
+            place
+            for place, total in self._totals.items()
+            # What has no window, slots, is over once none is taken.
+            if total.ends_at <= now or (place[2] is None and not total.charged)
+        ]
+        for total_place in over:
             del self._totals[total_place]
             self._changed.add(("total", *total_place[:2], str(total_place[2])))
         self._short = {counter: since for counter, since in self._short.items() if at - since <= SHORT_S}

@@ -151,7 +151,7 @@ class GenerateCalls:
     ) -> GenerateResponse:
         """Complete the prompts of a job that has entered the door.
 
-        A few prompts at a time wait for space in the queue; those in the queue are bounded with it.
+        A few prompts at a time wait to start.
 
         Args:
             job: The job. Its slot is that of the first prompt.
@@ -179,9 +179,9 @@ class GenerateCalls:
                     try:
                         # The template of a chat has text of its own.
                         size = len(item) if request.messages is None else self._context
-                        slot = await self._llm.door.queue(job, BYTES_PER_CHAR * size, most)
+                        slot = await self._llm.door.further(job, BYTES_PER_CHAR * size, most)
                     finally:
-                        job.outside.release()
+                        job.waiting.release()
                 tokens = (
                     partial(texts.tokenize, index)
                     if request.messages is None
@@ -195,7 +195,7 @@ class GenerateCalls:
             async with asyncio.TaskGroup() as group:
                 for index in range(bool(late), len(items)):
                     if index:
-                        await job.outside.acquire()
+                        await job.waiting.acquire()
                     group.create_task(complete(index))
                     if index % RECORDS_PER_TURN == 0:
                         await asyncio.sleep(0)
@@ -254,8 +254,6 @@ class GenerateCalls:
         try:
             if slot is job.slot:
                 await self._llm.door.wait(job)
-            else:
-                await slot.started()
             # The adapter may have been removed meanwhile.
             adapter = job.request.adapter
             lora_request = self._adapters.lora_request(adapter) if adapter else None

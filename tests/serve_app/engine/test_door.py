@@ -14,7 +14,7 @@ from serve_app.api.errors import RequestError
 from serve_app.engine.autoscaling import SEQUENCES, autoscaling_stats
 from serve_app.engine.door import LONG_AT_ONCE, LONG_BYTES, STARTING, refusal_of
 from serve_app.engine.grammars import MAX_CHARS
-from serve_app.engine.job import OUTSIDE, Job
+from serve_app.engine.job import WAITING, Job
 from tests.batcher.virtual import VirtualLoop, blocked, now, virtual
 from tests.serve_app.engine.engine_doubles import (
     BLOCK,
@@ -50,8 +50,9 @@ async def refused(work: Any) -> RequestError:
 def test_a_full_queue_says_when_to_come_back() -> None:
     error = refusal_of(QueueFull("max_queue_size", 5000, 2.34))
     assert (error.status, error.type, error.retry_after_s) == (429, "rate_limit_error", 2.34)
-    assert "2.3 s" in error.message
-    assert error.headers() == {"retry-after": "3"}
+    for seconds, told in ((2.34, "3"), (0.004, "1"), (0.0, "1"), (7.0, "7")):
+        error = refusal_of(QueueFull("max_queue_size", 5000, seconds))
+        assert (f"again in {told} s" in error.message, error.headers()) == (True, {"retry-after": told})
 
 
 def test_a_job_whose_deadline_has_passed_is_not_to_be_sent_again() -> None:
@@ -266,7 +267,7 @@ async def test_a_deadline_that_passes_while_a_job_waits_is_a_408(wait: str) -> N
         if wait == "space":
             # A stream that goes on has no deadline; a further prompt of a list has.
             late = new_job(queue_timeout_s=3.0)
-            error = await refused(site.door.queue(late, BLOCK, 0))
+            error = await refused(site.door.further(late, BLOCK, 0))
         else:
             error = await refused(site.door.admit(late))
         assert error.status == 408
@@ -468,9 +469,27 @@ async def test_a_list_longer_than_the_queue_waits_behind_its_first_prompt() -> N
         prompts = [start(place(site, job)) for _ in range(50)]
         await blocked()
         stats = site.batcher.stats
-        assert (stats.running, stats.queue_depth, stats.outside) == (1, 2, OUTSIDE)
+        assert (stats.running, stats.queue_depth, stats.outside) == (1, 2, WAITING - 2)
         await asyncio.gather(*prompts)
         assert now() == pytest.approx(50.0, abs=0.01)
+        site.check_free()
+
+
+@virtual
+async def test_a_list_leaves_space_in_the_queue() -> None:
+    async with opened(max_running=4, max_queue_size=100) as site:
+        job = new_job(facts={"answers": 2})
+        await site.door.admit(job)
+        prompts = [start(place(site, job, n=2)) for _ in range(1_000)]
+        await blocked()
+        assert site.batcher.stats.running == 4
+        for tenant in ("acme", "default"):
+            await site.run(new_job(tenant=tenant))
+        # The list goes on meanwhile, two prompts a second.
+        assert sum(prompt.done() for prompt in prompts) >= 2
+        for prompt in prompts:
+            prompt.cancel()
+        await blocked()
         site.check_free()
 
 
@@ -611,7 +630,7 @@ class Schedule:
         running = {job.request.adapter for job in self.jobs if self.working.get(job)} - {""}
         assert len(running) <= site.adapters.slots.count
         # A few waiting prompts of a job are outside the queue's bounds.
-        assert stats.outside <= sum(OUTSIDE * job.facts.answers + 1 for job in self.jobs if job.placed)
+        assert stats.outside <= sum(WAITING * job.facts.answers + 1 for job in self.jobs if job.placed)
 
     async def ask(self, ask: Ask) -> None:
         await asyncio.sleep(ask.at / 10)

@@ -1,5 +1,6 @@
 """The counters: limits hold and sums are right in any order of requests, messages, crashes and restarts."""
 
+import json
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -9,8 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.quotas.counters import (
+    ALWAYS,
     GONE_S,
     SILENT_S,
+    SWEEP_S,
+    Account,
     Ask,
     Charge,
     Counters,
@@ -481,6 +485,22 @@ def test_a_key_that_nobody_reports_is_forgotten() -> None:
     service.save()
     # What it has used counts until the month ends.
     assert {text for text in service.disk if "ada" in text and "total" not in text} == set()
+
+
+def test_slots_that_nobody_has_are_forgotten() -> None:
+    service = Service()
+    quotas = [(f"key {number}", Quota(max_concurrency=2)) for number in range(3)]
+    asks = tuple(Ask(QuotaCounter(subject, "slots"), 1) for subject, _ in quotas)
+    service.take(HolderReport("a", 1, asks=asks, keys=tuple(quotas)))
+    # Two calls end, and one goes on.
+    stays = Account(asks[0].counter, ALWAYS, 0, 1, 0)
+    service.take(HolderReport("a", 2, accounts=(stays,), keys=tuple(quotas[:1])))
+    service.at += SWEEP_S
+    service.take(HolderReport("a", 3, accounts=(stays,), keys=tuple(quotas[:1])))
+    service.save()
+    assert [text for text in service.disk if "total" in text and "slots" in text] == [
+        json.dumps(["total", "key 0", "slots", "None"])
+    ]
 
 
 @pytest.mark.parametrize("table", ["", "0"])

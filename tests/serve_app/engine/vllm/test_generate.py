@@ -12,7 +12,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import GenerateRequest, GenerateResponse
-from serve_app.engine.job import OUTSIDE, Job
+from serve_app.engine.job import WAITING, Job
 from serve_app.engine.vllm.generate import SHORT_CHARS, GenerateCalls
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.sources import DEMO_MODEL
@@ -317,7 +317,7 @@ async def test_a_list_longer_than_the_queue_waits_behind_its_first_prompt() -> N
         running = asyncio.ensure_future(generate(site, script, prompts=["a"] * 50))
         await blocked()
         stats = site.batcher.stats
-        assert (stats.running, stats.queue_depth, stats.outside) == (1, 2, OUTSIDE)
+        assert (stats.running, stats.queue_depth, stats.outside) == (1, 2, WAITING - 2)
         error = await refused(site, script, prompts=["b"] * 20)
         assert (error.status, error.retry_after_s is not None) == (429, True)
         script.go.set()
@@ -340,8 +340,8 @@ async def test_calls_with_thousands_of_prompts_have_no_more_tasks_than_the_queue
         await blocked()
         stats = site.batcher.stats
         assert (stats.running, stats.queue_depth) == (places, queue)
-        assert stats.outside <= OUTSIDE * calls
-        assert len(asyncio.all_tasks()) - before <= (1 + OUTSIDE) * calls + queue + places
+        assert stats.outside <= WAITING * calls
+        assert len(asyncio.all_tasks()) - before <= (1 + WAITING) * calls + queue + places
         # Each call has its first prompt in the engine or in the queue.
         assert all(not task.done() or isinstance(task.exception(), RequestError) for task in tasks)
         for task in tasks:
