@@ -121,7 +121,7 @@ class Engine:
                 app, self._routes = await self._engine.start()
                 if share is not None and self._turns is not None:
                     sleeper = await self._engine.sleeper(share)
-                    await self._turns.rehearse(sleeper)
+                    await self._turns.rehearse(sleeper, self._engine.batcher)
             if share is not None and self._turns is not None:
                 self._turns.run(sleeper, self._engine.batcher)
         vocabulary = await asyncio.to_thread(self._engine.grammar_vocabulary)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -155,19 +156,29 @@ class EngineTurns:
             loaded.set()
             thread.join()
 
-    async def rehearse(self, engine: Sleeper) -> None:
+    async def rehearse(self, engine: Sleeper, batcher: ContinuousBatcher) -> None:
         """Let the engine fall asleep and wake up once, so that its first switch is as fast as the others.
 
         vLLM pins the memory of the host for the weights at the first sleep, which takes tens of seconds, and
-        keeps it. The engine has the device meanwhile, and no requests yet.
+        keeps it. The engine has the device meanwhile, and no requests yet, but may be changing its adapters.
+
+        Args:
+            engine: The engine.
+            batcher: Its batcher, which is paused while the engine sleeps.
 
         Raises:
             RuntimeError: It can't fall asleep, or wake up.
         """
         try:
             async with asyncio.timeout(SWITCH_S):
+                batcher.pause()
+                for _ in range(math.ceil(SWITCH_S / LOOK_S)):
+                    if not batcher.load.running:
+                        break
+                    await asyncio.sleep(LOOK_S)
                 await engine.sleep()
                 await engine.wake_up()
+                batcher.resume()
         except Exception as error:
             cause = str(error) or type(error).__name__
             raise RuntimeError(f"{self._place.model} failed to fall asleep and wake up: {cause}") from error

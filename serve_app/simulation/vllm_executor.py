@@ -40,6 +40,10 @@ ANSWERS = {
 """Answers of the device to vLLM's calls of a worker, by method; it answers None to the others."""
 
 
+WRITES = ("add_lora", "remove_lora", "pin_lora")
+"""Calls that write to the memory of the device."""
+
+
 class _Running(NamedTuple):
     """A request on the device."""
 
@@ -125,6 +129,9 @@ class SimulatedExecutor(Executor):  # type: ignore[misc]
         kwargs: dict[str, Any] | None = None,
         non_block: bool = False,
     ) -> Any:
+        if method in WRITES and self.is_sleeping:
+            # A GPU ends the process: the memory that the adapter is written to is not mapped.
+            raise RuntimeError(f"{method}: the device's memory is not there while the model sleeps")
         match method:
             case "sleep":
                 self._device.fall_asleep()

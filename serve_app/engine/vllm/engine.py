@@ -6,7 +6,8 @@ The imports are those of vLLM 0.32; they move between minor versions.
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, nullcontext
 from functools import cache, partial
 from typing import cast
 
@@ -43,6 +44,9 @@ logger = logging.getLogger("ray.serve")
 DEFAULT_MAX_TOKENS = 512
 """Output tokens of a `/generate` prompt where neither the request nor the config states them."""
 
+
+URGENT, ADAPTERS = -1, "adapters"
+"""Priority and name in the queue of changes of adapters, where the model shares its device."""
 
 TEXTS_S = 1.0
 """Seconds that a replica which stops gives to jobs that run no model."""
@@ -107,7 +111,15 @@ class VLLMEngine:
         self.load_s = round(time.monotonic() - began, 3)
         loggers = self.llm.logger_manager.stat_loggers
         self.stats: EngineStats = next(each for each in loggers if isinstance(each, EngineStats))
-        self.adapters = self.llm.adapters = Adapters(settings, self.llm, files, fetched, book)
+        self.adapters = self.llm.adapters = Adapters(
+            settings,
+            self.llm,
+            files,
+            fetched,
+            book,
+            awake=nullcontext if settings.share is None else self._awake,
+        )
+        self._started = False
         self._book = book
         self.llm.intervals = StreamIntervals()
         self.llm.salts = salts
@@ -213,6 +225,7 @@ class VLLMEngine:
         with own_work(self._book):
             await warm_up(self.llm)
         await self.batcher.start()
+        self._started = True
         await self._texts.start()
         app, routes = await build_application(self.llm, self._args)
         self.describe = cache(partial(describe_application, app, routes))
@@ -221,6 +234,15 @@ class VLLMEngine:
         enable_envs_cache()
         hide_refusals()
         return cast(ASGIApp, app), routes
+
+    @asynccontextmanager
+    async def _awake(self) -> AsyncIterator[None]:
+        """Hold the device in a slot of the batcher: an engine with a slot that waits gets its turn for it.
+
+        Before the start the engine has the device.
+        """
+        async with self.batcher.slot(0, priority=URGENT, tenant=ADAPTERS) if self._started else nullcontext():
+            yield
 
     async def check_health(self) -> None:
         """Raise if the engine has died."""

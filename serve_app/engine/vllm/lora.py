@@ -11,7 +11,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -137,6 +137,8 @@ class Adapters:
         fetched: Adapters of the config that are fetched already, by id.
         book: Gets the work of the trials.
         clock: Monotonic clock, in seconds.
+        awake: Holds the device for a change in vLLM: a model that shares its device may sleep, and its memory
+            is not there then.
 
     Attributes:
         requests: What vLLM's application looks an adapter up in, by id.
@@ -152,6 +154,7 @@ class Adapters:
         book: CallBook,
         *,
         clock: Callable[[], float] = time.monotonic,
+        awake: Callable[[], AbstractAsyncContextManager[Any]] = nullcontext,
     ) -> None:
         self.requests: dict[str, LoRARequest] = {}
         self.slots = AdapterSlots(settings.slots)
@@ -161,6 +164,7 @@ class Adapters:
         self._fetched = dict(fetched)
         self._book = book
         self._clock = clock
+        self._awake = awake
         # A simulated device has no layers to compare with, and nothing to try.
         self._simulated = settings.simulate is not None
         self._layers = cache(self._read_layers)
@@ -359,7 +363,7 @@ class Adapters:
                     continue
             one = self._prepared[id]
             if one.settings.pinned:
-                async with self.slots.claim(id):
+                async with self._awake(), self.slots.claim(id):
                     await self._llm.add_lora(one.request)
                     await self._llm.pin_lora(one.request.lora_int_id)
                     self.slots.pin(id)
@@ -409,10 +413,11 @@ class Adapters:
             raise
         request = LoRARequest(id, next(self._numbers), str(adapter.path))
         try:
-            await self._add(request)
-            if not self._simulated:
-                await self._check_use(request)
-                await self._try(request)
+            async with self._awake():
+                await self._add(request)
+                if not self._simulated:
+                    await self._check_use(request)
+                    await self._try(request)
         except BaseException:
             # A load that was cancelled goes on in vLLM, and the removal comes behind it.
             await asyncio.shield(self._run(self._unload(request)))
@@ -518,7 +523,8 @@ class Adapters:
     async def _unload(self, request: LoRARequest) -> None:
         """Remove an adapter from vLLM, and delete its files."""
         try:
-            await self._llm.remove_lora(request.lora_int_id)
+            async with self._awake():
+                await self._llm.remove_lora(request.lora_int_id)
         except Exception:
             # vLLM may still have it, and read its files again: they stay until the engine ends.
             logger.exception("the adapter %s could not be removed from vLLM", request.lora_name)

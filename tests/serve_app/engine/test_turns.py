@@ -91,8 +91,8 @@ class Engine:
         assert not self.group.device.awake
         self.sleeper = FakeSleeper(self.turns.stats()["group"] + str(id(self)), self.group.device)
         await asyncio.sleep(load_s)
-        await self.turns.rehearse(self.sleeper)
         await self.batcher.start()
+        await self.turns.rehearse(self.sleeper, self.batcher)
         self.turns.run(self.sleeper, self.batcher)
 
     async def answer(self, seconds: float, cost: int = 10) -> None:
@@ -161,7 +161,7 @@ async def test_an_engine_that_can_not_sleep_does_not_come_up() -> None:
     sleeper = FakeSleeper("a", group.device)
     sleeper.broken = ValueError("no memory of the host")
     with pytest.raises(RuntimeError, match="a failed to fall asleep and wake up: no memory of the host"):
-        await engine.turns.rehearse(sleeper)
+        await engine.turns.rehearse(sleeper, engine.batcher)
 
 
 @virtual

@@ -68,6 +68,9 @@ def test_adapters_share_a_step_as_far_as_there_are_slots(start: Callable[..., Vi
     engine.run()
     assert engine.seen_at["a"] == engine.seen_at["b"] == pytest.approx([7.014, 7.028])
     assert engine.seen_at["c"][0] > 7.028
+    engine.core.sleep(1)
+    with pytest.raises(RuntimeError, match="while the model sleeps"):
+        engine.core.add_lora(LoRARequest("d", 4, "/adapters/d"))
     assert [len(engine.tokens[name]) for name in "abc"] == [2, 2, 2]
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from batcher import ContinuousBatcher
 from serve_app.api.errors import RequestError
 from serve_app.engine.adapters import Adapter, AdapterError, AdapterFiles, AdapterFolder, AdapterSlots
 from serve_app.engine.vllm.lora import RETRY_S, WORKER, Adapters, lora_options
@@ -162,6 +163,43 @@ async def settled(llm: FakeLLM, names: list[str]) -> None:
     async with asyncio.timeout(STILL_S):
         await llm.removed.wait()
     assert llm.names == names
+
+
+async def waits(batcher: ContinuousBatcher) -> None:
+    """Return once a slot waits, after which its task does nothing more."""
+    while True:
+        if batcher.load.waiting:
+            return
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+async def test_adapters_of_a_model_that_sleeps_wait_for_its_turn(tmp_path: Path, pinned: bool) -> None:
+    """The device has no memory for them meanwhile; the work that waits asks for the turn."""
+    settings, llm = model(tmp_path, engine={"enable_lora": True}), FakeLLM()
+    async with ContinuousBatcher(capacity=1) as batcher:
+        adapters = Adapters(
+            settings, llm, AdapterFiles(tmp_path), {}, CallBook("demo"), awake=lambda: batcher.slot(0)
+        )
+
+        async def asleep(change: Awaitable[Any], names: list[str]) -> None:
+            batcher.pause()
+            task = asyncio.ensure_future(change)
+            async with asyncio.timeout(STILL_S):
+                await waits(batcher)
+            assert (llm.names, llm.pinned) == (names, [])
+            batcher.resume()
+            await task
+
+        await asleep(adapters.prepare("demo:a", source(tmp_path, "a")), [])
+        assert llm.names == ["demo:a"]
+        await asleep(adapters.refresh(), ["demo:a"])
+        assert llm.names == []
+        kept(tmp_path).write("demo:b", source(tmp_path, "b", pinned=pinned))
+        await asleep(adapters.refresh(), [])
+        assert (llm.names, len(llm.pinned)) == (["demo:b"], pinned)
+        assert not batcher.load.running
+    await adapters.close()
 
 
 def test_options_follow_from_the_adapters_unless_the_config_has_them(tmp_path: Path) -> None:
