@@ -7,6 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+from serve_app.system.private_files import make_folders
+
 DRAFT = ".draft"
 """Ending of a file that is being written; a crash may leave such a file."""
 
@@ -54,14 +56,14 @@ class LocalDisk:
         self._ending = f".{secrets.token_hex(4)}{DRAFT}"
 
     def append(self, path: Path, data: bytes) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folders(path.parent)
         with path.open("ab", buffering=0) as file:
             view = memoryview(data)
             while view:
                 view = view[file.write(view) :]
 
     def replace(self, path: Path, data: bytes) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folders(path.parent)
         draft = path.with_name(path.name + self._ending)
         try:
             draft.write_bytes(data)
@@ -95,7 +97,7 @@ class LocalDisk:
         return sorted(found)
 
     def touch(self, path: Path) -> float:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folders(path.parent)
         path.touch()
         return path.stat().st_mtime
 

@@ -26,6 +26,7 @@ from sqlalchemy.exc import NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.pool import StaticPool
 
 from serve_app.system.extras import extra
+from serve_app.system.private_files import close_to_others, make_folders
 
 EPOCH = "epoch"
 """The key whose number grows with each process that has loaded the state."""
@@ -211,7 +212,10 @@ def open_state(folder: Path | None, url: str | None) -> State:
 def _sqlite(folder: Path) -> SQLState:
     path = folder / "quotas.db"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folders(folder)
+        # SQLite's other files have the permissions of this one.
+        path.touch(0o600)
+        close_to_others(path)
     except OSError as error:
         raise QuotaStateError(f"{path}: {error}") from error
     engine = create_engine(

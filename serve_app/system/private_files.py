@@ -25,6 +25,13 @@ def private_folder(folder: Path) -> None:
     close_to_others(folder)
 
 
+def make_folders(folder: Path) -> None:
+    """Create a folder and its parents as far as they are missing, each for this user alone."""
+    for missing in [each for each in (*reversed(folder.parents), folder) if not each.exists()]:
+        missing.mkdir(0o700, exist_ok=True)
+    folder.mkdir(exist_ok=True)
+
+
 def close_to_others(path: Path) -> None:
     """Remove other users' permissions from a file or folder, if it exists and belongs to this user."""
     with suppress(FileNotFoundError):

@@ -8,6 +8,7 @@ import fakeredis
 import pytest
 from sqlalchemy import text
 
+from serve_app.ledger.disk import LocalDisk
 from serve_app.quotas.state import (
     QuotaStateError,
     RedisState,
@@ -97,3 +98,11 @@ def test_a_state_that_was_emptied_is_not_the_process_s_any_more(opened: Callable
     with pytest.raises(TakenOverError):
         state.save({"a": "2"})
     state.close()
+
+
+def test_only_this_user_may_read_the_state_and_the_ledger(tmp_path: Path) -> None:
+    open_state(tmp_path / "state" / "quotas", None).close()
+    LocalDisk().append(tmp_path / "ledger" / "day=2026-11-29" / "a.jsonl", b"{}\n")
+    modes = {path: path.stat().st_mode & 0o777 for path in (tmp_path / "state", tmp_path / "ledger")}
+    assert set(modes.values()) == {0o700}
+    assert (tmp_path / "state" / "quotas" / "quotas.db").stat().st_mode & 0o077 == 0
