@@ -4,13 +4,9 @@ saturate keys new --name ada --tenant research >> keys.yaml
 """
 
 import json
-import os
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +17,7 @@ from serve_app.auth.rotation import RotationError, add_secret, drop_old_secret, 
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.usage import Quota
 from serve_app.system.command_line import WrongInput, run
+from serve_app.system.disk import replace_text
 from serve_app.system.yaml_text import dump
 
 Command = TypeVar("Command", bound=Callable[..., object])
@@ -231,35 +228,12 @@ def _read(file: Path, text: str) -> list[Key]:
 
 def _write(file: Path, text: str) -> None:
     """Replace the content of a file atomically: a reader finds the old content or the new content."""
-    # A symbolic link stays a link.
-    file = file.resolve()
     try:
-        with tempfile.NamedTemporaryFile(
-            "w", dir=file.parent, newline="", encoding="utf-8", delete=False
-        ) as new:
-            try:
-                new.write(text)
-                new.flush()
-                os.fsync(new.fileno())
-                _keep_owner(file, new.name)
-                shutil.copymode(file, new.name)
-                os.replace(new.name, file)
-            except BaseException:
-                with suppress(OSError):
-                    os.unlink(new.name)
-                raise
+        replace_text(file, text)
     except OSError as error:
         raise click.ClickException(
             f"{file}: {error.strerror}; it is unchanged, and its keys are as before"
         ) from None
-
-
-def _keep_owner(file: Path, new: str) -> None:
-    """Copy the owner and the group of a file, as far as this user may: a service must read the copy."""
-    status = file.stat()
-    for owner, group in ((-1, status.st_gid), (status.st_uid, -1)):
-        with suppress(PermissionError):
-            os.chown(new, owner, group)
 
 
 def _row(key: Key, now: float) -> tuple[str, ...]:

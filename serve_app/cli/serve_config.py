@@ -75,8 +75,9 @@ def _check_names(app: ServeApplicationSchema, settings: Settings) -> None:
     Raises:
         ValueError: The prefix is no path, or the application has no deployment of a name.
     """
-    if app.route_prefix is not None and not app.route_prefix.startswith("/"):
-        raise ValueError(f"route_prefix: {app.route_prefix!r}: must begin with /")
+    prefix = app.route_prefix
+    if prefix not in (None, "/") and (prefix != f"/{prefix.strip('/')}" or "{" in prefix):
+        raise ValueError(f"route_prefix: {prefix!r}: must begin with /, not end with /, and have no braces")
     parts = {BATCHES: settings.batches, QUOTAS: settings.usage.quotas, TURNS: settings.sharing() or None}
     there = [INGRESS, *(engine_name(model.id) for model in settings.models)]
     there += [name for name, part in parts.items() if part is not None]

@@ -15,6 +15,7 @@ from serve_app.api.protocol import JSON
 from serve_app.cli.dashboard import Dashboard
 from serve_app.client import base_url
 from serve_app.settings.config_file import ConfigFileError, read_file
+from serve_app.system.disk import replace_text
 from serve_app.system.yaml_text import updated_or_new
 from serve_app.tuning.load import Generator
 from serve_app.tuning.tuner import TunedSettings
@@ -201,7 +202,7 @@ def write_config(path: Path, model: str, choice: TunedSettings) -> Change:
         shutil.copyfile(path, before)
         # A config may contain secrets, so the backup gets the same permissions.
         shutil.copymode(path, before)
-        path.write_text(updated_or_new(path.read_text(), change.config))
+        replace_text(path, updated_or_new(path.read_text(), change.config))
     except ChangeError as error:
         raise click.ClickException(f"--write {path}: {error}") from None
     except OSError as error:

@@ -1,6 +1,9 @@
 """Writes that survive a power loss."""
 
 import os
+import shutil
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -11,3 +14,38 @@ def sync(path: str | Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace the text of a file, or leave it as it was; the file keeps its owner and its permissions.
+
+    Args:
+        path: The file, or a symbolic link to it, which stays.
+        text: The new text.
+
+    Raises:
+        OSError: The file is as it was.
+    """
+    file = path.resolve()
+    with tempfile.NamedTemporaryFile(
+        "w", dir=file.parent, newline="", encoding="utf-8", delete=False
+    ) as draft:
+        try:
+            draft.write(text)
+            draft.flush()
+            os.fsync(draft.fileno())
+            _keep_owner(file, draft.name)
+            shutil.copymode(file, draft.name)
+            os.replace(draft.name, file)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(draft.name)
+            raise
+
+
+def _keep_owner(file: Path, new: str) -> None:
+    """Copy the owner and the group of a file, as far as this user may: a service must read the copy."""
+    status = file.stat()
+    for owner, group in ((-1, status.st_gid), (status.st_uid, -1)):
+        with suppress(PermissionError):
+            os.chown(new, owner, group)

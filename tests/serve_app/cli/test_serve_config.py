@@ -42,6 +42,11 @@ def test_answers_get_the_time_to_end_that_the_config_gives_them(tmp_path: Path) 
         ({"deployments": [{"name": "Engine:dmo"}]}, "deployments: Engine:dmo: there is no such deployment; "),
         ({"deployments": [{"name": "Batches"}]}, "deployments: Batches: there is no such deployment; "),
         ({"route_prefix": "llm"}, "route_prefix: 'llm': must begin with /"),
+        ({"route_prefix": "/llm/"}, "route_prefix: '/llm/': must begin with /, not end with /"),
+        (
+            {"route_prefix": "/{llm}"},
+            "route_prefix: '/{llm}': must begin with /, not end with /, and have no br",
+        ),
     ],
 )
 def test_what_ray_serve_would_refuse_after_its_start_is_found_before(

@@ -1,6 +1,7 @@
 """Settings that go into a service that runs, or into a config."""
 
 import json
+import resource
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -259,3 +260,19 @@ def test_a_config_whose_copy_cannot_be_written_stays_as_it_is(tmp_path: Path) ->
     with pytest.raises(click.ClickException, match=r"--write .*config\.yaml: Is a directory"):
         write_config(path, "m", CHOICE)
     assert path.read_text() == before
+
+
+def test_a_config_stays_as_it_is_if_the_new_one_does_not_fit(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({"applications": [APP]}))
+    before = path.read_text()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # The copy fits, and the longer new text does not.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before.encode()), limits[1]))
+    try:
+        with pytest.raises(click.ClickException, match=r"--write .*config\.yaml: File too large"):
+            write_config(path, "m", CHOICE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_text() == before
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["config.yaml", "config.yaml.before"]
