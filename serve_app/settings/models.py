@@ -367,7 +367,7 @@ class LLMSettings(Strict):
         ),
     )
     max_answer_values: Positive = Field(
-        default=16_384,
+        default=32_768,
         description=(
             "Most values in the answer to one request: its answers (prompts times `n`), and the logprobs of "
             "all tokens of prompts and of answers; streams don't count the logprobs of answers. vLLM makes "
