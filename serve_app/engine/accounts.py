@@ -97,12 +97,29 @@ class Accounts:
             return
         origin = call.origin
         try:
-            call.reservation = await self._client.reserve(
-                origin.tenant, facts.most(context), origin.key, quota
-            )
+            found = await self._client.reserve(origin.tenant, facts.most(context), origin.key, quota)
         except RequestError as error:
             call.over_quota = error.status == FULL
             raise
+        if found is not None:
+            call.reservations.append(found)
+
+    async def reserve_more(self, call: Call, quota: Quota | None, tokens: int) -> None:
+        """Reserve tokens of a call's prompts beyond the bound for which it has a reservation.
+
+        Args:
+            call: The call.
+            quota: The quota of its key, if it has one.
+            tokens: The tokens.
+
+        Raises:
+            RequestError: See `QuotaClient.reserve`.
+        """
+        origin = call.origin
+        if self._client is not None and call.reservations:
+            found = await self._client.reserve(origin.tenant, tokens, origin.key, quota, more=True)
+            if found is not None:
+                call.reservations.append(found)
 
     def headers(self, call: Call, quota: Quota | None) -> list[tuple[bytes, bytes]]:
         """Return the rate limit headers of the answer to a call that `reserve` was asked for."""
@@ -126,7 +143,7 @@ class Accounts:
     # In the threads of the writer
 
     def _written(self, calls: Sequence[Call], rows: int) -> None:
-        reserved = [call.reservation for call in calls if call.reservation is not None]
+        reserved = [reservation for call in calls for reservation in call.reservations]
         if self._loop is None or self._loop.is_closed():
             return
 

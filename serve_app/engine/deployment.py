@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from serve_app.api.errors import EngineLostError, RequestError, engine_failed
@@ -305,6 +306,7 @@ class Engine:
         """
         assert job.call is not None
         await self._accounts.reserve(job.call, job.request.quota, job.facts, self._engine.max_model_len)
+        job.more = partial(self._accounts.reserve_more, job.call, job.request.quota)
 
     async def _generated(self, job: Job, parse: Callable[[], GenerateRequest]) -> GenerateResponse:
         """Return the answer to a call of `/generate`, or of the handle.

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -31,6 +32,8 @@ class Job:
         call: The entry of the ledger; None: the ledger has none.
         slot: The slot of the batcher with which the job enters the door; None: it hasn't entered.
         admitted: Whether the door has admitted the job: it may run, with all that it needs.
+        more: Reserves more tokens of its quotas; None: the job has none.
+        prompt_tokens: Tokens of the prompts that went to the engine.
         values: Answers and logprobs that vLLM makes for its answer, as far as its prompts are known.
         placed: Whether a prompt has taken that slot.
         waiting: Held by further prompts of the job that wait to start, `WAITING` at most.
@@ -49,6 +52,8 @@ class Job:
     call: Call | None = None
     slot: Slot | None = None
     admitted: bool = False
+    more: Callable[[int], Awaitable[None]] | None = None
+    prompt_tokens: int = 0
     values: int = 0
     placed: bool = False
     waiting: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(WAITING))
@@ -66,6 +71,22 @@ class Job:
     def facts(self) -> Facts:
         """The facts that the body states."""
         return self.request.facts
+
+    async def cover(self, tokens: int) -> None:
+        """Reserve what a prompt has beyond the bound of the facts, for which the quotas have a reservation.
+
+        Args:
+            tokens: Tokens of the prompt.
+
+        Raises:
+            RequestError: The quotas don't allow it.
+        """
+        if self.more is None or self.facts.prompt is None:
+            return
+        covered = max(self.facts.prompt, self.prompt_tokens)
+        self.prompt_tokens += tokens
+        if self.prompt_tokens > covered:
+            await self.more(self.prompt_tokens - covered)
 
     @property
     def share(self) -> str:

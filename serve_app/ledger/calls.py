@@ -95,7 +95,9 @@ class Sums(NamedTuple):
 
 
 class Settleable(Protocol):
-    """The reservation of a call in its quotas."""
+    """A reservation of a call in its quotas."""
+
+    tokens: int
 
     def settle(self, tokens: int, *, request: bool) -> None:
         """Charge the use of the call, and give back the rest.
@@ -115,7 +117,7 @@ class Call:
     Attributes:
         origin: Origin.
         usage: Its usage, which the row reads.
-        reservation: Its reservation; None: the call has no quota.
+        reservations: Its reservations; none if the call has no quota.
         admitted: Whether it counts as a request even if it runs nothing.
         over_quota: Whether its quotas have nothing left for it now.
         number: Number in the book.
@@ -130,7 +132,7 @@ class Call:
         "origin",
         "outcome",
         "over_quota",
-        "reservation",
+        "reservations",
         "time",
         "usage",
     )
@@ -139,7 +141,7 @@ class Call:
         self._book = book
         self.origin = origin
         self.usage = usage
-        self.reservation: Settleable | None = None
+        self.reservations: list[Settleable] = []
         self.admitted = self.over_quota = False
         self.number = number
         self.outcome: Outcome = "ok"
@@ -228,12 +230,15 @@ class CallBook:
 
     def finish(self, call: Call) -> None:
         """Settle a call that has ended, and keep it for its row; a call that never ran has no row."""
-        usage, reservation = call.usage, call.reservation
+        usage, reservations = call.usage, call.reservations
         call.outcome = worst(call.outcome, usage.outcome)
         call.time = self._clock()
-        if reservation is not None:
-            tokens = usage.counted.prompt + usage.counted.output
-            reservation.settle(tokens, request=usage.ran or call.admitted)
+        tokens = usage.counted.prompt + usage.counted.output
+        for reservation in reversed(reservations):
+            # The first one, which counts the request, is charged what the others don't cover.
+            used = tokens if reservation is reservations[0] else min(tokens, reservation.tokens)
+            reservation.settle(used, request=usage.ran or call.admitted)
+            tokens -= used
         if usage.ran:
             name = call.origin.tenant
             if name not in self._sums and len(self._sums) >= MAX_TENANTS:
@@ -242,10 +247,10 @@ class CallBook:
             self._sums[name] = sums.plus(Sums(1, *usage.counted, usage.cost))
             if self._ended is not None and len(self._ended) < MAX_ENDED:
                 self._ended.append(call)
-                reservation = None
+                reservations = []
             else:
                 self.dropped += self._ended is not None
-        if reservation is not None:
+        for reservation in reservations:
             # No row will be written.
             reservation.written()
         del self._running[call.number]

@@ -160,7 +160,7 @@ class QuotaClient:
         return quota is not None or not self._known or tenant in self._tenants
 
     async def reserve(
-        self, tenant: str, tokens: int, key: str = "", quota: Quota | None = None
+        self, tenant: str, tokens: int, key: str = "", quota: Quota | None = None, *, more: bool = False
     ) -> Reservation | None:
         """Reserve a call.
 
@@ -169,6 +169,7 @@ class QuotaClient:
             tokens: Most tokens that it may take, of prompts and answers.
             key: The name of its key.
             quota: The quota of the key; None: the key has no quota.
+            more: These are further tokens of a call that has a reservation: they count for no other limit.
 
         Returns:
             The reservation, which must be settled; None: the call has no quota.
@@ -178,7 +179,7 @@ class QuotaClient:
         """
         if not self._known:
             await self._first_answer()
-        limits = self._limits_of(tenant, key, quota)
+        limits = [one for one in self._limits_of(tenant, key, quota) if one.is_tokens or not more]
         if not limits:
             return None
         _check_fits(limits, tokens)

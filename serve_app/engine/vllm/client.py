@@ -288,9 +288,19 @@ class GatedLLM(CountedLLM):
             raise refused(error) from None
 
     async def add_request(self, request_id: str, prompt: Any, params: Any, *args: Any, **options: Any) -> Any:
-        """Add a request as vLLM does, in its tenant's part of the prefix cache. All routes come here."""
-        if self.salts and (job := current()) is not None:
-            prompt = salted(prompt, job.scheduling.tenant)
+        """Add a request as vLLM does, in its tenant's part of the prefix cache. All routes come here.
+
+        Raises:
+            GracefulHTTPError: The quotas of its job don't cover a prompt that is longer than its bound.
+        """
+        if (job := current()) is not None:
+            if not job.searching:
+                try:
+                    await job.cover(prompt_length(prompt, self.model_config.max_model_len))
+                except RequestError as error:
+                    raise refused(error) from None
+            if self.salts:
+                prompt = salted(prompt, job.scheduling.tenant)
         return await super().add_request(request_id, prompt, params, *args, **options)
 
     async def _add_request(

@@ -300,7 +300,10 @@ class GenerateCalls:
                 output = result.outputs[0]
         except RequestError:
             raise
-        except (VLLMClientError, GracefulHTTPError) as error:
+        except GracefulHTTPError as error:
+            # `refused` has made it of an error that is not the prompt's, such as that of a quota.
+            raise job.failure or RequestError(400, "invalid_request_error", str(error)) from None
+        except VLLMClientError as error:
             raise RequestError(400, "invalid_request_error", str(error)) from None
         except EngineDeadError as error:
             raise RequestError(503, "service_unavailable", f"The engine failed: {error}") from error

@@ -364,6 +364,42 @@ async def test_an_answer_has_the_state_of_its_quotas_and_charges_what_it_took() 
         assert state.remaining == 187
 
 
+class LongPrompt(Working):
+    """The same, for a prompt that is longer than the bound of its request."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        job = current()
+        assert job is not None
+        try:
+            await job.cover(120)
+        except RequestError as error:
+            # As `GatedLLM` tells it.
+            job.failure = error
+            raise
+        await super().__call__(scope, receive, send)
+
+
+@pytest.mark.parametrize(("limit", "status", "remaining"), [(147, 429, 147), (148, 200, 135)])
+@virtual
+async def test_a_prompt_beyond_its_bound_is_reserved_before_it_runs(
+    limit: int, status: int, remaining: int
+) -> None:
+    """The request has reserved the context, 128, for a bound of 100, and its prompt has 120 tokens."""
+    tenants = {"acme": Quota(tokens_per_day=limit, requests_per_minute=1)}
+    handle = QuotasHandle(QuotasSettings(tenants=tenants, folder="/nowhere"))
+    app = LongPrompt()
+    async with serving(app) as served:
+        app.site = served.site
+        served.limit(handle)
+        first, *_ = await served.pieces(ACME)
+        assert first.head is not None
+        assert first.head.status == status
+        await served.parts._accounts.stop()
+        tokens = [state for state in handle.service.states()["tenant acme"] if state.limit == limit]
+        assert [state.remaining for state in tokens] == [remaining]
+        served.site.check_free()
+
+
 @virtual
 async def test_a_refusal_by_a_quota_comes_with_its_limit_and_is_told_apart() -> None:
     handle = QuotasHandle(QuotasSettings(folder="/nowhere"))

@@ -137,7 +137,8 @@ def test_tenants_beyond_the_bound_share_their_sums(book: CallBook, monkeypatch: 
 class Booked:
     """A reservation that notes what it is told."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: int = 10) -> None:
+        self.tokens = tokens
         self.told: list[object] = []
 
     def settle(self, tokens: int, *, request: bool) -> None:
@@ -153,7 +154,7 @@ def test_the_end_of_a_call_settles_its_reservation_once_with_the_tokens_of_its_r
     if keeps:
         book.keep_ended()
     call = book.open(ANNA, RequestUsage())
-    call.reservation = booked
+    call.reservations.append(booked)
     slot = begun(call, FakeSequence(Tokens(2, 1, 5)))
     call.close("cancelled")
     assert booked.told == []
@@ -162,8 +163,21 @@ def test_the_end_of_a_call_settles_its_reservation_once_with_the_tokens_of_its_r
     # With a ledger, its writer tells when the row is there.
     assert booked.told == [(7, True)] + ([] if keeps else ["written"])
     with book.open(ANNA, RequestUsage()) as empty:
-        empty.reservation = idle
+        empty.reservations.append(idle)
     assert idle.told == [(0, False), "written"]
+
+
+@pytest.mark.parametrize(("used", "charges"), [(3, (0, 3)), (7, (3, 4)), (20, (16, 4))])
+def test_a_second_reservation_is_charged_first_and_both_together_what_the_call_used(
+    used: int, charges: tuple[int, int]
+) -> None:
+    book, booked = CallBook("demo"), [Booked(10), Booked(4)]
+    call = book.open(ANNA, RequestUsage())
+    call.reservations += booked
+    slot = begun(call, FakeSequence(Tokens(used)))
+    slot.end()
+    call.close()
+    assert [each.told for each in booked] == [[(charge, True), "written"] for charge in charges]
 
 
 Step = tuple[int, int, bool]

@@ -735,6 +735,37 @@ async def test_a_request_that_never_reaches_the_engine_is_forgotten(
     assert len(llm.engine_core.aborted) == answers
 
 
+# The quotas
+
+
+@virtual
+async def test_the_prompts_of_a_job_go_to_the_engine_once_its_quotas_cover_their_tokens() -> None:
+    """The job has a reservation for five tokens of prompts."""
+    more: list[int] = []
+
+    async def reserve(tokens: int) -> None:
+        if sum(more) + tokens > 2:
+            raise RequestError(429, "rate_limit_error", "used up", retry_after_s=1.0)
+        more.append(tokens)
+
+    async with opened(capacity=10_000) as site:
+        llm, engine = stepped(site)
+        job = await admitted(llm, new_job(facts={"prompt": 5, "prompts": 3}))
+        job.more = reserve
+        for prompt, asked in (([1, 2, 3], []), ([1, 2, 3, 4], [2])):
+            results = llm.generate(tokens_input(prompt), SamplingParams(), "r")
+            task = asyncio.ensure_future(anext(results))
+            await blocked()
+            engine.step(finish=True)
+            await task
+            await results.aclose()
+            assert more == asked
+        with pytest.raises(GracefulHTTPError):
+            await anext(llm.generate(tokens_input([1]), SamplingParams(), "r"))
+        assert (len(engine.prompts), job.failure and job.failure.status) == (2, 429)
+        site.check_free()
+
+
 # The prefix cache
 
 

@@ -47,7 +47,7 @@ def book() -> CallBook:
 class Reservation:
     """Notes what a call is charged."""
 
-    charged = 0
+    charged = tokens = 0
 
     def settle(self, tokens: int, *, request: bool) -> None:
         self.charged += tokens
@@ -277,7 +277,8 @@ async def test_the_answers_to_a_prompt_have_it_once(book: CallBook) -> None:
     async with opened(capacity=10_000) as site:
         llm, engine = stepped(site)
         call = book.open(Origin(), RequestUsage())
-        reservation = call.reservation = Reservation()
+        reservation = Reservation()
+        call.reservations.append(reservation)
         task = begin(llm, call, n=3, output_kind=FINAL)
         await blocked()
         first, *others = engine.running
