@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing, contextmanager, nullcontext
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from serve_app.engine.replica import (
     routing_stats,
     usage_stats,
 )
-from serve_app.engine.turns import EngineTurns, Place, asking
+from serve_app.engine.turns import DeviceLock, EngineTurns, Place, asking
 from serve_app.engine.watchdog import EngineWatch, LoopWatch
 from serve_app.ledger.calls import Call, origin_of
 from serve_app.ledger.metrics import UsageMetrics
@@ -109,21 +109,19 @@ class Engine:
             if share is not None and turns is not None and settings.share is not None:
                 check_sleep_mode(settings)
                 place = Place(settings.share, device_name(), replica_name(), settings.id)
-                self._turns = EngineTurns(place, asking(turns))
+                self._turns = EngineTurns(place, asking(turns), DeviceLock(place.device))
                 await self._turns.first()
-            with self._turns.loading() if self._turns is not None else nullcontext():
-                self._engine = VLLMEngine(
-                    settings,
-                    max_prompts=max_prompts,
-                    book=self._accounts.book,
-                    metrics=telemetry.metrics and telemetry.engine_metrics,
-                    salts=salts,
-                )
-                app, self._routes = await self._engine.start()
-                if share is not None and self._turns is not None:
-                    sleeper = await self._engine.sleeper(share)
-                    await self._turns.rehearse(sleeper, self._engine.batcher)
+            self._engine = VLLMEngine(
+                settings,
+                max_prompts=max_prompts,
+                book=self._accounts.book,
+                metrics=telemetry.metrics and telemetry.engine_metrics,
+                salts=salts,
+            )
+            app, self._routes = await self._engine.start()
             if share is not None and self._turns is not None:
+                sleeper = await self._engine.sleeper(share)
+                await self._turns.rehearse(sleeper, self._engine.batcher)
                 self._turns.run(sleeper, self._engine.batcher)
         vocabulary = await asyncio.to_thread(self._engine.grammar_vocabulary)
         self._grammars = GrammarCheck(settings.grammar_cpu_s, settings.grammar_compile_cpu_s, vocabulary)

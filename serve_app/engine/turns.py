@@ -1,12 +1,15 @@
 """Turns of an Engine that shares its device: it asks for them, and sleeps in between."""
 
 import asyncio
+import fcntl
+import hashlib
 import logging
 import math
-import threading
+import os
+import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from batcher import ContinuousBatcher
@@ -15,6 +18,7 @@ from serve_app.api.protocol import JSON
 from serve_app.quotas.client import Handle
 from serve_app.stats import Turn
 from serve_app.system import cancellation
+from serve_app.system.private_files import private_folder
 from serve_app.system.rounds import Rounds
 from serve_app.turns.messages import Order, State, TurnDemand, TurnReport
 
@@ -33,7 +37,7 @@ ASK_S = 5.0
 """Seconds that an answer to a report may take."""
 
 REPORT = "the report to the turns"
-"""The work of a thread or task that reports, for messages."""
+"""The work of a task that reports, for messages."""
 
 SWITCH_S = 600.0
 """Seconds that vLLM may take to sleep or to wake up: with level 2 it loads the weights again, and the first
@@ -76,6 +80,36 @@ class Place(NamedTuple):
     model: str
 
 
+class DeviceLock:
+    """The memory of a device, for one engine of this machine: the lock of a file.
+
+    The kernel frees the lock when the process ends. Turns gives the device by reports, which an engine can't
+    send while its constructor holds the event loop: a new replica of Turns may give the device away then.
+
+    Args:
+        device: Name of the device.
+        folder: Folder of the files; it is made for this user alone.
+    """
+
+    def __init__(self, device: str, folder: Path | None = None) -> None:
+        folder = folder or Path(tempfile.gettempdir(), f"saturate-{os.geteuid()}-devices")
+        private_folder(folder)
+        # Ends with the process.
+        self._file = (folder / hashlib.sha256(device.encode()).hexdigest()[:32]).open("w")
+
+    def take(self) -> bool:
+        """Take the device, or keep it; False: another engine has it."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def give(self) -> None:
+        """Give the device back."""
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+
+
 def asking(turns: Handle) -> Callable[[TurnReport], Awaitable[Order]]:
     """Return what sends a report to the deployment Turns, by its handle."""
     method = turns.options(method_name="exchange", _by_reference=False, request_serialization="pickle")
@@ -93,6 +127,7 @@ class EngineTurns:
     Args:
         place: Its group, its device and its names.
         exchange: Sends a report and returns the answer.
+        lock: The memory of the device.
         clock: Returns the time in seconds; the batcher's clock.
 
     Attributes:
@@ -104,10 +139,12 @@ class EngineTurns:
         self,
         place: Place,
         exchange: Callable[[TurnReport], Awaitable[Order]],
+        lock: DeviceLock,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._place = place
         self._exchange = exchange
+        self._lock = lock
         self._clock = clock
         self.state: State = "starting"
         self.cause = ""
@@ -124,37 +161,15 @@ class EngineTurns:
     async def first(self) -> None:
         """Wait until the device is free for the weights.
 
-        Load them and call `rehearse` within `loading`, then call `run`.
+        Load them and call `rehearse`, then call `run`.
         """
         while True:
             order = await self._ask()
-            if order is not None and order.yours:
+            if order is not None and order.yours and self._lock.take():
                 break
             await asyncio.sleep(BUSY_S)
         self.state, self._waiting_since = "loading", None
         await self._ask()
-
-    @contextmanager
-    def loading(self) -> Iterator[None]:
-        """Report from a thread: vLLM's constructor holds the event loop.
-
-        A new replica of Turns learns from these reports that the device is not free.
-        """
-        loaded = threading.Event()
-
-        def report_on() -> None:
-            rounds = Rounds(REPORT)
-            while not loaded.wait(IDLE_S):
-                with rounds.round():
-                    asyncio.run(self._ask())
-
-        thread = threading.Thread(target=report_on, name="loading", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            loaded.set()
-            thread.join()
 
     async def rehearse(self, engine: Sleeper, batcher: ContinuousBatcher) -> None:
         """Let the engine fall asleep and wake up once, so that its first switch is as fast as the others.
@@ -251,7 +266,7 @@ class EngineTurns:
                 self.state = "awake"
             case "draining" if self._drained():
                 await self._fall_asleep()
-            case "asleep" if order.yours:
+            case "asleep" if order.yours and self._lock.take():
                 await self._wake_up()
             case "draining" | "asleep":
                 self._batcher.pause(order.wait_s)
@@ -265,6 +280,7 @@ class EngineTurns:
             await self._fail("fall asleep", error)
             return
         self.state, self._sleep_s = "asleep", self._clock() - began
+        self._lock.give()
 
     async def _wake_up(self) -> None:
         self.state = "waking"
@@ -309,6 +325,7 @@ class EngineTurns:
         message = "%s: %s; its replica is replaced in %.0f s"
         logger.error(message, self._place.model, self.cause, FAILED_S, exc_info=error)
         self._engine.release()
+        self._lock.give()
         await self._batcher.stop(drain=False)
 
     async def _until_news(self) -> None:

@@ -1,14 +1,15 @@
 """The turns of an Engine in virtual time, with a fake of vLLM and a real rota behind a way that breaks."""
 
 import asyncio
-import threading
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
 from batcher import Closed, ContinuousBatcher, QueueFull
-from serve_app.engine.turns import FAILED_S, IDLE_S, EngineTurns, Place
+from serve_app.engine.turns import FAILED_S, IDLE_S, DeviceLock, EngineTurns, Place
 from serve_app.turns.messages import Order, TurnReport
 from serve_app.turns.rota import Rota
 from tests.batcher.virtual import now, virtual
@@ -58,7 +59,8 @@ class FakeSleeper:
 class Group:
     """A rota, and a way to it that can be cut."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.renew()
         self.cut = False
         self.reports: list[TurnReport] = []
@@ -80,7 +82,8 @@ class Engine:
     """An engine of a group, with its batcher."""
 
     def __init__(self, group: Group, name: str) -> None:
-        self.turns = EngineTurns(Place("g", "gpu", name, name), group.exchange, now)
+        self.lock = DeviceLock("gpu", group.folder)
+        self.turns = EngineTurns(Place("g", "gpu", name, name), group.exchange, self.lock, now)
         self.batcher = ContinuousBatcher(capacity=100, max_queue_size=3, clock=now)
         self.group = group
         self.sleeper: FakeSleeper
@@ -106,15 +109,16 @@ class Engine:
 @asynccontextmanager
 async def trio() -> AsyncGenerator[tuple[Group, list[Engine]], None]:
     """Three engines that have come up; the last one is awake."""
-    group = Group()
-    engines = [Engine(group, name) for name in "abc"]
-    async with asyncio.timeout(120):
-        await asyncio.gather(*(engine.start() for engine in engines))
-    try:
-        yield group, engines
-    finally:
-        for engine in engines:
-            engine.turns.stop()
+    with TemporaryDirectory() as folder:
+        group = Group(Path(folder))
+        engines = [Engine(group, name) for name in "abc"]
+        async with asyncio.timeout(120):
+            await asyncio.gather(*(engine.start() for engine in engines))
+        try:
+            yield group, engines
+        finally:
+            for engine in engines:
+                engine.turns.stop()
 
 
 def states(engines: list[Engine]) -> list[str]:
@@ -154,8 +158,8 @@ async def test_the_first_switch_of_each_engine_is_as_fast_as_the_others() -> Non
 
 
 @virtual
-async def test_an_engine_that_can_not_sleep_does_not_come_up() -> None:
-    group = Group()
+async def test_an_engine_that_can_not_sleep_does_not_come_up(tmp_path: Path) -> None:
+    group = Group(tmp_path)
     engine = Engine(group, "a")
     await engine.turns.first()
     sleeper = FakeSleeper("a", group.device)
@@ -242,6 +246,7 @@ async def test_the_others_go_on_when_an_engine_dies_in_the_middle_of_a_switch(mo
         # Its process ends, and Ray tells of it a second later.
         victim.turns.stop()
         victim.sleeper.release()
+        victim.lock.give()
         await asyncio.sleep(1.0)
         group.rota.remove("abc"[engines.index(victim)], now())
         await third.answer(0.1)
@@ -322,23 +327,16 @@ async def test_a_new_rota_leaves_the_device_to_an_engine_whose_switch_takes_long
         assert (second.answered, third.answered) == (1, 1)
 
 
-async def test_an_engine_reports_while_its_constructor_holds_the_event_loop() -> None:
-    reports: list[TurnReport] = []
-    reported = threading.Event()
-
-    async def exchange(report: TurnReport) -> Order:
-        reports.append(report)
-        # The first ones come before the constructor.
-        if sum(each.state == "loading" for each in reports) == 3:
-            reported.set()
-        return Order(yours=True, wait_s=0.0)
-
-    turns = EngineTurns(Place("g", "gpu", "r", "m"), exchange)
-    await turns.first()
-    with turns.loading():
-        assert reported.wait(30)
-    count = len(reports)
-    assert [each.state for each in reports[1:]] == ["loading"] * (count - 1)
-    assert [each.number for each in reports] == list(range(1, count + 1))
-    # Reports end with it.
-    assert all(thread.name != "loading" for thread in threading.enumerate())
+@virtual
+async def test_a_new_rota_gives_no_device_away_that_a_silent_engine_has(tmp_path: Path) -> None:
+    """The constructor of an engine holds its event loop, and no report is sent meanwhile."""
+    group = Group(tmp_path)
+    first, second = Engine(group, "a"), Engine(group, "b")
+    starting = asyncio.create_task(first.start(load_s=30.0))
+    await reach(first, "loading")
+    group.renew()
+    # An engine that loads beside another one fails.
+    await asyncio.gather(starting, second.start())
+    await asyncio.gather(first.answer(0.1), second.answer(0.1))
+    for engine in (first, second):
+        engine.turns.stop()
