@@ -47,6 +47,10 @@ from serve_app.system import cancellation
 
 logger = logging.getLogger("ray.serve")
 
+LATE_S = 1.0
+"""Seconds beyond its queue timeout in which an engine that is there may still take a request: it answers by
+itself, and counts the request among those that came too late."""
+
 TRIES = 4
 """Most engines that one request may meet after a loss, with engines that stop in good order or never take the
 request."""
@@ -225,9 +229,9 @@ class EngineCall:
         self._ended = False
         self._asking: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._expiry: asyncio.TimerHandle | None = None
+        self._expiry: asyncio.Task[None] | None = None
         if wait_s is not None:
-            self._expiry = asyncio.get_running_loop().call_later(wait_s, self._expire)
+            self._expiry = asyncio.ensure_future(self._expire(wait_s))
 
     def __aiter__(self) -> "EngineCall":
         return self
@@ -279,7 +283,10 @@ class EngineCall:
             self._asking.cancel()
         self._call.cancel()
 
-    def _expire(self) -> None:
+    async def _expire(self, wait_s: float) -> None:
+        await asyncio.sleep(wait_s)
+        if not self._taken and await self._is_served():
+            await asyncio.sleep(LATE_S)
         if not self._taken:
             self._late = True
             self.cancel()

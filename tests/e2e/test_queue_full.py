@@ -10,13 +10,21 @@ from tests.e2e.service import Service
 from tests.e2e.waiting import batcher, wait_until_idle
 from tests.progress import ANSWER_S, wait_until
 
-ENDLESS = {"prompts": ["once upon"] * 6000, "max_tokens": 1900, "ignore_eos": True}
+ENDLESS = {
+    "model": "demo",
+    "prompt": ["once upon"] * 200,
+    "n": 32,
+    "max_tokens": 1900,
+    "ignore_eos": True,
+}
+LISTS = 16
+"""Requests that fill the queue: each has 16 prompts in it at most, of 32 records."""
 
 
 async def test_a_full_queue(service: Service, http: httpx.Client) -> None:
     wait_until_idle(http)
     async with httpx.AsyncClient(base_url=service.url, timeout=ANSWER_S) as client:
-        flood = asyncio.ensure_future(client.post("/generate", json=ENDLESS))
+        flood = asyncio.gather(*(client.post("/v1/completions", json=ENDLESS) for _ in range(LISTS)))
         await asyncio.to_thread(wait_until, lambda: batcher(http)["outside"] or flood.done(), every_s=0.0)
         assert not flood.done()
         # Tenants that were active a moment ago have a share of the queue too.
@@ -49,7 +57,8 @@ async def test_a_full_queue(service: Service, http: httpx.Client) -> None:
                 await unmodified.completions.create(model="demo", prompt="What is 1+1?")
 
         flood.cancel()
-        await asyncio.wait([flood])
+        with pytest.raises(asyncio.CancelledError):
+            await flood
         await asyncio.to_thread(wait_until_idle, http)
         answer = await client.post("/generate", json={"prompts": ["What is 1+1?"]})
         assert answer.json()["results"] == ["2"]

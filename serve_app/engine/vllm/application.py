@@ -100,10 +100,14 @@ async def _first_wrong(body: bytes) -> bytes:
 async def refuse_body(_: Request, error: Exception) -> Response:
     """Answer a body that vLLM's application can't validate: 400, with the field and the reason."""
     assert isinstance(error, RequestValidationError)
-    errors = [each | {"loc": each["loc"][1:]} for each in error.errors()]
-    param, message = mistake(errors, error.body)
-    if not isinstance(error.body, Mapping):
+    param, errors = "", error.errors()
+    if isinstance(errors[0], str):
+        # vLLM's own check of the content type gives a sentence.
+        message = errors[0]
+    elif not isinstance(error.body, Mapping):
         message = "The body must be a JSON object"
+    else:
+        param, message = mistake([each | {"loc": each["loc"][1:]} for each in errors], error.body)
     refusal = RequestError(400, "invalid_request_error", message, param=param or None)
     return JSONResponse(refusal.body(), refusal.status)
 

@@ -78,9 +78,11 @@ class Service:
         content = {"model": "demo", "stream": stream} | BODIES.get(path, {}) | more
         return await self.send(path, json.dumps(content).encode(), **more)
 
-    async def send(self, path: str, body: bytes, **more: Any) -> tuple[int, str]:
+    async def send(
+        self, path: str, body: bytes, content_type: bytes = b"application/json", **more: Any
+    ) -> tuple[int, str]:
         """Return the status and the body of the answer to a body; `more` are fields that it states."""
-        headers = [(b"content-type", b"application/json"), (b"x-request-id", b"mine")]
+        headers = [(b"content-type", content_type), (b"x-request-id", b"mine")]
         request = replace(REQUEST, path=path, body=body, headers=headers)
         facts: dict[str, Any] = {"runs": path in BODIES and path != COUNT, "size": len(body)}
         if (most := more.get("max_tokens")) is not None:
@@ -307,6 +309,17 @@ async def test_a_body_that_is_no_object_is_refused_as_one(service: Service, body
         status, text = await service.send(path, body)
         error = error_of(text)
         assert (status, error["param"], error["message"]) == (400, None, "The body must be a JSON object")
+
+
+@pytest.mark.parametrize("content_type", [b"text/plain", b"\xff", b""])
+async def test_a_body_of_another_type_is_no_fault_of_the_service(
+    service: Service, content_type: bytes
+) -> None:
+    for path in (CHAT, COMPLETIONS, RESPONSES, "/tokenize"):
+        status, text = await service.send(path, json.dumps(BODIES.get(path, {})).encode(), content_type)
+        error = error_of(text)
+        assert (status, error["param"]) == (400, None)
+        assert "application/json" in error["message"]
 
 
 async def test_a_prompt_that_fills_the_context_is_an_overflow_by_each_route(service: Service) -> None:
