@@ -121,13 +121,13 @@ async def test_two_tenants_share_in_any_order_of_arrival(
 async def test_a_request_that_can_not_start_in_time_is_answered_408_and_never_run(
     service: Service, http: httpx.Client
 ) -> None:
-    soon = {"x-queue-timeout-seconds": "0.05"}
+    soon = {"x-queue-timeout-seconds": "0.5"}
     generate: dict[str, Any] = {"prompts": [QUESTION] * 2} | LARGE
     async with full_window(service, http) as (client, flood):
         before = await asyncio.to_thread(batcher, http)
         for path, body, headers in [
             ("/generate", generate, soon),
-            ("/generate", generate | {"queue_timeout_s": 0.05}, {}),
+            ("/generate", generate | {"queue_timeout_s": 0.5}, {}),
             ("/generate", generate | {"queue_timeout_s": 60}, soon),
             ("/v1/completions", {"model": "demo", "prompt": QUESTION} | LARGE, soon),
             ("/v1/chat/completions", CHAT | LARGE, soon),
@@ -138,7 +138,7 @@ async def test_a_request_that_can_not_start_in_time_is_answered_408_and_never_ru
             error = response.json()["error"]
             assert error["type"] == "timeout_error"
             assert "in the time it allows" in error["message"]
-        partial = await client.post("/generate", json=generate | {"queue_timeout_s": 0.05, "partial": True})
+        partial = await client.post("/generate", json=generate | {"queue_timeout_s": 0.5, "partial": True})
         assert partial.json()["results"] == [None, None]
         assert [error["type"] for error in partial.json()["errors"]] == ["timeout_error"] * 2
         assert not flood.done()
