@@ -27,10 +27,14 @@ async def test_the_third_loss_is_its_result_and_it_is_not_refused_afterwards(pai
     count = len(pair.pids(CORE))
     async with httpx.AsyncClient(base_url=pair.url, timeout=ANSWER_S) as client:
         asked = asyncio.create_task(client.post("/v1/completions", json=BODY))
+        killed: set[int] = set()
         for _ in range(3):
-            # After the first time, on the engines that have replaced the ones before.
-            await asyncio.to_thread(wait_until, lambda: running(pair))
+            # A replica whose engine has died shows its work for a moment more.
+            await asyncio.to_thread(
+                wait_until, lambda: killed.isdisjoint(pair.pids(CORE)) and running(pair), LIMIT_S
+            )
             assert not asked.done()
+            killed.update(pair.pids(CORE))
             pair.kill(CORE)
         lost = await asked
         assert lost.status_code == 500
