@@ -265,7 +265,7 @@ class Waker:
         try:
             await self._engines[model].options(method_name="stats", _by_reference=False).remote()
         except Exception as error:
-            # Whoever needs the model tries again.
+            # The next request for the model asks again.
             logger.warning("%s was not woken: %r", model, error)
 
 

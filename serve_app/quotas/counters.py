@@ -495,7 +495,7 @@ class Counters:
         over = [
             place
             for place, total in self._totals.items()
-            # What has no window, slots, is over once none is taken.
+            # Slots have no window: their counter is over once no slot is taken.
             if total.ends_at <= now or (place[2] is None and not total.charged)
         ]
         for total_place in over:

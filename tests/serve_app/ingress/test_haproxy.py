@@ -59,7 +59,7 @@ class Replica(BaseHTTPRequestHandler):
             return
         self.send_response(502 if self.path == "/own-502" else 200)
         self.send_header("content-length", "2")
-        # Where HAProxy has used a connection before, it closes the client's if the replica dies.
+        # If the replica of a reused connection dies, HAProxy closes the connection of the client.
         self.send_header("connection", "close")
         self.end_headers()
         self.wfile.write(b"ok")
