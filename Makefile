@@ -15,7 +15,7 @@ BUILD ?= $(or $(INSTALLED),$(if $(shell nvidia-smi --list-gpus 2>/dev/null | gre
 LINKS := $(foreach link,$(PIP_FIND_LINKS),--find-links $(link))
 TORCH := $(if $(filter gpu,$(BUILD)),--no-config $(LINKS),$(or $(LINKS),--torch-backend=cpu))
 
-.PHONY: help install other-build serve reference test test-all pytest test-batcher service-tests tests-beside lint format check-vllm bench bench-gpu soak clean
+.PHONY: help install other-build serve reference test test-all pytest test-batcher service-tests tests-beside lint format check-vllm bench bench-gpu mutants soak clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -92,5 +92,8 @@ bench-gpu: ## Measure the service beside others with a model of 7B, on a GPU.
 soak: install ## Run half an hour of load with faults at random; ARGS="--minutes 10", ARGS="--help".
 	@$(BIN)/python -m tests.soak $(ARGS)
 
+mutants: install ## Put faults into the product, and count those that the tests catch; ARGS="--rooms=jobs", ARGS="--help".
+	@$(BIN)/python -m tests.mutants $(ARGS)
+
 clean: ## Remove what the other targets made.
-	rm -rf .venv .venv-batcher .tools build .bench .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-batcher .tools build .bench .mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -1,0 +1,423 @@
+"""Put faults into the product, one at a time, and count how many the tests catch: `make mutants`.
+
+The tests run in a copy of a commit's tree. First each test runs once, to see which functions it reaches. Then
+each fault of `faults.txt` gets the tests that reach its function: those of its room, and quick ones of other
+rooms, until one fails. The whole suite isn't run for each fault, and no service is started.
+"""
+
+import argparse
+import ast
+import ctypes
+import gc
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+
+from tests.mutants import faults
+from tests.mutants.faults import ROOMS, Fault
+
+LIST = Path(__file__).with_name("faults.txt")
+HOME = Path.cwd() / ".mutants"
+
+TESTS = {room: tuple(f"tests/{folder}" for folder in folders) for room, folders in ROOMS.items()}
+"""The folders of each room's tests."""
+
+SKIPPED = {
+    # They fail in a changed tree for another reason.
+    "tests/serve_app/test_import_order.py",
+    # A minute or more each: measurements, whole starts, and the grammars of vLLM.
+    *("tests/batcher/test_overcommitment.py", "tests/serve_app/engine/vllm/test_overcommitment.py"),
+    *("tests/serve_app/cli/test_launch.py", "tests/serve_app/dataset/test_memory.py"),
+    *("tests/serve_app/engine/test_grammars.py", "tests/serve_app/engine/test_grammar_worker.py"),
+}
+"""Files of tests that aren't run."""
+
+CHUNK = 12
+"""Files of tests that are run together to see what they reach."""
+
+LIBRARIES = {
+    *("vllm", "ray", "torch", "transformers", "openai", "httpx", "sqlalchemy", "pydantic", "starlette"),
+    *("hypothesis", "pytest", "_pytest", "pytest_asyncio", "xgrammar", "fastapi", "uvicorn", "numpy"),
+    *("fsspec", "aiohttp", "msgspec", "click", "rich", "ruamel", "yaml", "jsonschema", "opentelemetry"),
+}
+"""Packages that are imported once; each fault gets a fork of the process that has them."""
+
+OURS = {"batcher", "serve_app", "tests"}
+
+OWN_S, OTHERS_S = 15.0, 5.0
+"""Most CPU seconds of tests for a fault: of its own room, and of other rooms."""
+
+STILL_S, BUSY_S = 90.0, 20.0
+"""A test hangs after so many seconds by the clock, or of CPU, beyond five times its usual CPU."""
+
+CAUGHT = {"caught", "hung"}
+
+PR_SET_CHILD_SUBREAPER = 36
+
+REACH = """
+import os
+_seen, _file = set(), None
+def reached(place):
+    global _file
+    test = os.environ._data.get(b"PYTEST_CURRENT_TEST", b"")
+    if (place, test) not in _seen and "MUTANTS_REACH" in os.environ:
+        _seen.add((place, test))
+        _file = _file or os.open(os.environ["MUTANTS_REACH"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        own = str(os.getpid()) == os.environ.get("MUTANTS_PID")
+        os.write(_file, f"{place}\\t{int(own)}\\t{test.decode()}\\n".encode())
+"""
+"""A module that each function calls while it is found out which tests reach it."""
+
+
+class Plugin:
+    """A pytest plugin: it chooses and orders the tests, and reports them to the process that counts.
+
+    Args:
+        report: Where it reports, a JSON line each.
+        tests: The tests in their order; empty: all.
+    """
+
+    def __init__(self, report: Any, tests: list[str]) -> None:
+        self._report = report
+        self._places = {test: place for place, test in enumerate(tests)}
+        self._began_s = 0.0
+
+    def _tell(self, **what: Any) -> None:
+        self._report.write(json.dumps(what) + "\n")
+        self._report.flush()
+
+    def pytest_sessionstart(self) -> None:
+        """Have Hypothesis stop at the first failure, and use the same examples in each run."""
+        from hypothesis import Phase, settings
+
+        phases = (Phase.explicit, Phase.generate)
+        settings.register_profile("mutants", settings(), phases=phases, database=None)
+        settings.load_profile("mutants")
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        """Keep the chosen tests, in their order."""
+        if self._places:
+            chosen = [item for item in items if item.nodeid in self._places]
+            items[:] = sorted(chosen, key=lambda item: self._places[item.nodeid])
+
+    def pytest_collectreport(self, report: Any) -> None:
+        """Report a file that can't be imported."""
+        if report.failed:
+            self._tell(failed=f"the import of {report.nodeid}")
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Report the start of a test."""
+        self._began_s = sum(os.times()[:4])
+        self._tell(test=nodeid)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Report a failure, and the end of a test."""
+        if report.failed:
+            self._tell(failed=report.nodeid)
+        if report.when == "teardown":
+            self._tell(ended=report.nodeid, cpu_s=sum(os.times()[:4]) - self._began_s)
+
+    def pytest_sessionfinish(self) -> None:
+        """Report the modules of libraries that the tests have imported."""
+        self._tell(modules=[name for name in sys.modules if name.split(".")[0] in LIBRARIES])
+
+
+def run_pytest(report: Path, files: list[str], tests: list[str], *options: str) -> NoReturn:
+    """Run pytest in this process, a fork, and end it."""
+    for name in [name for name in sys.modules if name.split(".")[0] in OURS]:
+        del sys.modules[name]
+    sys.path[0] = os.getcwd()
+    out = os.open(report.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os.setsid()
+    os.environ["MUTANTS_PID"] = str(os.getpid())
+    import pytest
+
+    sys.argv = [pytest.__file__]
+    always = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "-m", "not long", "--hypothesis-seed=0"]
+    with report.open("a") as lines:
+        code = pytest.main([*always, *options, *files], plugins=[Plugin(lines, tests)])
+        sys.stdout.flush()
+    os._exit(int(code))
+
+
+def run(files: list[str], tests: list[str], usual_s: dict[str, float], *options: str) -> dict[str, Any]:
+    """Run tests in a fork of this process.
+
+    Returns:
+        `ended`: the CPU seconds of each test that ended; `failed`: tests; `hung`: a test or ""; `modules`: of
+        libraries; `cpu_s`: seconds.
+    """
+    found: dict[str, Any] = {"ended": {}, "failed": [], "hung": "", "modules": []}
+    report = HOME / "report"
+    report.write_text("")
+    if not (child := os.fork()):
+        run_pytest(report, files, tests, *options)
+    test, since, since_s = "", time.monotonic(), 0.0
+    with report.open() as lines:
+        while True:
+            ended, _, used = os.wait4(child, os.WNOHANG)
+            for line in lines:
+                what = json.loads(line)
+                test, since, since_s = what.get("test", test), time.monotonic(), tree_cpu_s()
+                found["modules"] = what.get("modules", [])
+                if "failed" in what:
+                    found["failed"].append(what["failed"])
+                if "ended" in what:
+                    found["ended"][what["ended"]] = what["cpu_s"]
+            if ended:
+                cpu_s = used.ru_utime + used.ru_stime
+                break
+            patience_s = 5 * usual_s.get(test, STILL_S)
+            busy_s = (cpu_s := tree_cpu_s()) - since_s
+            if test and (busy_s > BUSY_S + patience_s or time.monotonic() - since > STILL_S + patience_s):
+                found["hung"] = test
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                break
+            time.sleep(0.1)
+    end_descendants()
+    return found | {"cpu_s": round(cpu_s, 2)}
+
+
+def tree_cpu_s() -> float:
+    """Return the CPU seconds of all descendants."""
+    total = 0.0
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            total += sum(process.cpu_times()[:4])
+    return total
+
+
+def end_descendants() -> None:
+    """End what tests have left: orphans are children of this process."""
+    while left := psutil.Process().children(recursive=True):
+        for process in left:
+            with suppress(psutil.Error):
+                process.kill()
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.05)
+
+
+@contextmanager
+def changed(texts: dict[str, str]) -> Iterator[None]:
+    """Have other texts in some files of the copy."""
+    before = {name: Path(name).read_text() for name in texts}
+    try:
+        write(texts)
+        yield
+    finally:
+        write(before)
+
+
+def write(texts: dict[str, str]) -> None:
+    """Write files, and remove their byte code: its age may be the same."""
+    for name, text in texts.items():
+        path = Path(name)
+        path.write_text(text)
+        for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
+            compiled.unlink()
+
+
+def reporting(file: str, text: str) -> str:
+    """Return the text of a file whose functions say that they are reached."""
+    lines = text.splitlines(keepends=True)
+    calls = []
+    for name, node in faults.functions(ast.parse(text)):
+        first = node.body[1 if ast.get_docstring(node) and len(node.body) > 1 else 0]
+        line = min(each.lineno for each in (first, *getattr(first, "decorator_list", ())))
+        if line > node.lineno and lines[line - 1][: first.col_offset].isspace():
+            call = f"__import__('mutants_reach').reached({f'{file}::{name}'!r})\n"
+            calls.append((line, " " * first.col_offset + call))
+    for line, call in sorted(calls, reverse=True):
+        lines.insert(line - 1, call)
+    return "".join(lines)
+
+
+def look(files: list[str]) -> dict[str, Any]:
+    """Run files of tests; return the CPU seconds of each test that passes, and the tests by function."""
+    module, reach = Path("mutants_reach.py"), HOME / "reach"
+    reach.unlink(missing_ok=True)
+    module.write_text(REACH)
+    os.environ["MUTANTS_REACH"] = str(reach)
+    names = [str(path.relative_to(Path.cwd())) for path in faults.product(Path.cwd())]
+    with changed({name: reporting(name, Path(name).read_text()) for name in names}):
+        found = run(files, [], {})
+    del os.environ["MUTANTS_REACH"]
+    module.unlink()
+    times = {test: cpu_s for test, cpu_s in found["ended"].items() if test not in found["failed"]}
+    by_file: dict[str, set[str]] = defaultdict(set)
+    for test in times:
+        by_file[test.partition("::")[0]].add(test)
+    by_function: dict[str, set[str]] = defaultdict(set)
+    for line in reach.read_text().splitlines():
+        place, own, current = line.split("\t")
+        test, _, phase = current.rpartition(" ")
+        # What a fixture or another process does may serve all tests of the file.
+        one = own == "1" and phase == "(call)"
+        by_function[place] |= {test} & times.keys() if one else by_file[test.partition("::")[0]]
+    told = {name: found[name] for name in ("failed", "modules", "cpu_s")}
+    return told | {"times": times, "reach": {place: sorted(tests) for place, tests in by_function.items()}}
+
+
+def chunks(rooms: set[str]) -> Iterator[list[str]]:
+    """Yield the files of the tests of some rooms, some of a folder at a time."""
+    tops = [Path(folder) for room in rooms for folder in TESTS[room]]
+    for folder in sorted({path.parent for top in tops for path in top.rglob("test_*.py")}):
+        files = [str(path) for path in sorted(folder.glob("test_*.py")) if str(path) not in SKIPPED]
+        for start in range(0, len(files), CHUNK):
+            yield files[start : start + CHUNK]
+
+
+def chosen(fault: Fault, looks: dict[str, Any]) -> tuple[list[str], dict[str, float]]:
+    """Return the tests for a fault, in their order, and their usual CPU seconds: cheap files come first."""
+    times: dict[str, float] = {}
+    own: list[str] = []
+    others: list[str] = []
+    files: dict[str, float] = defaultdict(float)
+    for seen in looks.values():
+        for test in seen["reach"].get(fault.place, ()):
+            times[test] = seen["times"][test]
+            files[test.partition("::")[0]] += times[test]
+            (own if test.startswith(TESTS[fault.room]) else others).append(test)
+    found = []
+    for tests, most_s in ((own, OWN_S), (others, OTHERS_S)):
+        tests.sort(key=lambda test: (files[test.partition("::")[0]], test.partition("::")[0], times[test]))
+        sums = accumulate(times[test] for test in tests)
+        found += [test for test, sum_s in zip(tests, sums, strict=True) if sum_s <= most_s]
+    return found, times
+
+
+def judge(fault: Fault, looks: dict[str, Any]) -> dict[str, Any]:
+    """Return what the tests say of a fault: `outcome`, the test `by` which it is caught, `cpu_s`."""
+    text = faults.put(fault, Path.cwd())
+    tests, times = chosen(fault, looks)
+    if text is None or not tests:
+        return {"outcome": "not reached", "by": "", "cpu_s": 0.0}
+    files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
+    with changed({fault.file: text}):
+        found = run(files, tests, times, "-x")
+    by = found["hung"] or next(iter(found["failed"]), "")
+    if not by and len(found["ended"]) < len(tests):
+        by = f"the end of the process after {len(found['ended'])} of {len(tests)} tests"
+    outcome = "hung" if found["hung"] else "caught" if by else "survived"
+    return {"outcome": outcome, "by": by, "cpu_s": found["cpu_s"]}
+
+
+def table(outcomes: dict[str, dict[str, Any]]) -> str:
+    """Return the outcomes by room, and the faults that no test has caught."""
+    rooms: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for each in outcomes.values():
+        rooms[each["room"]].append(each)
+        rooms["all"].append(each)
+    rows = ["room       faults  gone  caught  CPU s"]
+    for room, found in sorted(rooms.items(), key=lambda item: (item[0] == "all", item[0])):
+        gone, caught = (
+            sum(map(test, found)) for test in (lambda e: "instead" in e, lambda e: e["outcome"] in CAUGHT)
+        )
+        cpu_s = sum(each["cpu_s"] for each in found)
+        rows.append(f"{room:10} {len(found):6} {gone:5} {caught:7} {cpu_s:6.0f}")
+    missed = {name: each for name, each in outcomes.items() if each["outcome"] not in CAUGHT}
+    return "\n".join(
+        rows + [f"{each['outcome']}: {each.get('instead', name)}" for name, each in missed.items()]
+    )
+
+
+def commit_of(name: str) -> str:
+    """Return the short name of a commit."""
+    return subprocess.check_output(["git", "rev-parse", "--short=9", name], text=True).strip()
+
+
+def results_of(commit: str) -> dict[str, Any]:
+    """Return what is known of a commit."""
+    path = HOME / f"{commit}.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"looks": {}, "outcomes": {}}
+    return found
+
+
+def open_copy(commit: str) -> None:
+    """Have a copy of a commit's tree in the current folder."""
+    copy = HOME / commit
+    if not copy.exists():
+        subprocess.run(["git", "worktree", "prune"], check=True)
+        added = ["git", "worktree", "add", "--detach", str(copy), commit]
+        subprocess.run(added, check=True, capture_output=True)
+        (copy / ".venv").symlink_to(sys.prefix)
+    subprocess.run(["git", "-C", str(copy), "checkout", "--quiet", "--force", commit], check=True)
+    os.chdir(copy)
+    os.environ["PYTHONPATH"] = str(copy)
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+def main() -> None:
+    """Read the arguments and measure."""
+    parser = argparse.ArgumentParser(prog="make mutants", description=__doc__)
+    parser.add_argument("--commit", default="HEAD", help="the commit whose tests are measured; default: HEAD")
+    parser.add_argument("--rooms", default=",".join(ROOMS), help=f"some of {', '.join(ROOMS)}; default: all")
+    parser.add_argument(
+        "--minutes", type=float, default=1e6, help="stop then; the next run goes on from there"
+    )
+    parser.add_argument("--against", help="an earlier commit: list what was caught there and isn't here")
+    arguments = parser.parse_args()
+    rooms, ends = set(arguments.rooms.split(",")), time.monotonic() + 60 * arguments.minutes
+    if unknown := rooms - set(ROOMS):
+        parser.error(f"--rooms: {', '.join(sorted(unknown))}: the rooms are {', '.join(ROOMS)}")
+    HOME.mkdir(exist_ok=True)
+    commit = commit_of(arguments.commit)
+    before = results_of(commit_of(arguments.against))["outcomes"] if arguments.against else {}
+    results, state = HOME / f"{commit}.json", results_of(commit)
+    listed = faults.read(LIST)
+    open_copy(commit)
+    # Orphans of tests become children of this process, which ends them.
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    for name in {name: None for seen in state["looks"].values() for name in seen["modules"]}:
+        with suppress(Exception):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    for files in chunks(rooms):
+        if files[0] not in state["looks"] and time.monotonic() < ends:
+            state["looks"][files[0]] = found = look(files)
+            results.write_text(json.dumps(state, indent=1))
+            print(
+                f"{found['cpu_s']:5.0f} s  {files[0]} … fail without a fault: {found['failed']}", flush=True
+            )
+    outcomes, avoid = state["outcomes"], {fault.place for fault in listed}
+    for fault in listed:
+        if fault.room in rooms and str(fault) not in outcomes:
+            if time.monotonic() > ends:
+                print("The time is over; the next run goes on from here.")
+                return
+            there = faults.find(fault, Path.cwd())
+            if put := there or faults.at_random(fault.room, Path.cwd(), str(fault), avoid):
+                outcome = judge(put, state["looks"]) | {"room": fault.room}
+                outcomes[str(fault)] = outcome if there else outcome | {"instead": str(put)}
+                results.write_text(json.dumps(state, indent=1))
+                print(
+                    f"{outcome['cpu_s']:5.0f} s  {outcome['outcome']}: {put}  [{outcome['by']}]", flush=True
+                )
+    here = {name: each for name, each in outcomes.items() if each["room"] in rooms}
+    print(table(here))
+    for name, each in here.items():
+        was = before.get(name, each)
+        if was["outcome"] in CAUGHT and each["outcome"] not in CAUGHT and "instead" not in each:
+            print(f"was caught by {was['by']}: {name}")
+
+
+if __name__ == "__main__":
+    main()
