@@ -14,7 +14,7 @@ def benchmarks() -> dict[str, str]:
         text = path.read_text()
         about = ast.get_docstring(ast.parse(text)) or ""
         # The other commands are parts of a benchmark.
-        if path != Path(__file__) and f"python -m {PACKAGE}" in about and "__main__" in text:
+        if path != Path(__file__) and f"python -m {PACKAGE}" in about and "def main(" in text:
             parts = path.relative_to(FOLDER).with_suffix("").parts
             name = ".".join(part for part in parts if part != "__main__")
             found[name] = about.partition("\n")[0].partition(":")[0].rstrip(".")

@@ -5,7 +5,6 @@ beside each attack, which comes from another process, another key and other addr
 without an answer within two seconds, or with another status than 200, is a defect.
 """
 
-import argparse
 import asyncio
 import json
 import multiprocessing
@@ -16,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +26,7 @@ import yaml
 
 from batcher.stats import percentiles
 from serve_app.auth.keys import hash_key, new_key
+from tests.benchmarks import command
 from tests.benchmarks.measuring import progress
 from tests.benchmarks.report import machine, versions
 from tests.e2e.service import Service
@@ -250,19 +250,19 @@ def statistics_port(service: Service) -> int:
     return int(service.env["RAY_SERVE_HAPROXY_STATS_PORT"])
 
 
-def main() -> int:
-    """Run the command."""
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.attacks", description=__doc__)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    parser = command.parser("tests.benchmarks.attacks", (__doc__ or "").partition("\n\n")[2])
     parser.add_argument("--only", metavar="WORDS", default="", help="attacks whose name has these words")
-    parser.add_argument("--seconds", type=float, default=40.0, help="seconds of each attack")
-    options = parser.parse_args()
+    parser.add_argument("--seconds", type=command.above_0, default=40.0, help="seconds of each attack")
+    options = parser.parse_args(arguments)
     names = [name for name in ATTACKS if options.only in name]
     if not names:
         parser.error(f"--only {options.only!r} names none of: {', '.join(ATTACKS)}")
     keys = {name: new_key() for name in ("probe", "attacker")}
     content, app, _ = local()
     entries = [{"name": name, "sha256": hash_key(key.encode()), "tenant": name} for name, key in keys.items()]
-    found: dict[str, Any] = {"machine": machine(), "versions": versions("ray", "saturate"), "rows": {}}
+    found: dict[str, Any] = {"machine": machine(), "versions": versions(), "rows": {}}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "keys.yaml")
         path.write_text(yaml.safe_dump(entries))

@@ -3,6 +3,7 @@
 python -m tests.benchmarks.ledger
 """
 
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from serve_app.ledger.calls import CallBook, Origin
 from serve_app.ledger.writer import Ledger
 from serve_app.relay.usage import RequestUsage, Tokens
+from tests.benchmarks import command
 
 CALLS = 2_000
 ROUNDS = 20
@@ -42,8 +44,9 @@ def run(book: CallBook, number: int) -> None:
     call.close()
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> int:
     """Print microseconds of CPU per call, on the event loop and in the writer's thread."""
+    command.parser("tests.benchmarks.ledger", "CPU of the ledger in an Engine replica.").parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         book = CallBook("demo", "Engine:demo#abcdefgh", "Engine-demo-abcdefgh-01234567")
         ledger = Ledger(book, Path(folder))
@@ -59,7 +62,8 @@ def main() -> None:
             thread.append((time.thread_time() - began) / CALLS)
         print(f"event loop: {1e6 * min(loop):.2f} to {1e6 * max(loop):.2f} µs per call")
         print(f"writer:     {1e6 * min(thread):.2f} to {1e6 * max(thread):.2f} µs per call")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

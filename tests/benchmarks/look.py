@@ -5,14 +5,16 @@ the time of the look.
 """
 
 import json
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 from serve_app.api.errors import RequestError
 from serve_app.api.facts import inspect
 from serve_app.ingress.body import LARGE_BYTES, weight
 from serve_app.settings.ingress import IngressSettings
+from tests.benchmarks import command
 
 SIZES = {"32 KB": 32 << 10, "1 MB": 1 << 20, "32 MB": 32 << 20}
 WORDS = 'Well, it is so, as it was; the answer was "yes".\n'
@@ -49,8 +51,9 @@ def least_ms(call: Callable[[], object]) -> float:
     return 1_000 * min(found)
 
 
-def main() -> None:
-    """Print a table."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a table; return the exit status."""
+    command.parser("tests.benchmarks.look", (__doc__ or "").partition("\n\n")[2]).parse_args(arguments)
     print(f"{'body':18} {'size':>6} {'look ms':>9} {'parse ms':>9}  on the loop")
     for size, count in SIZES.items():
         for name, path, body in bodies(count):
@@ -58,7 +61,8 @@ def main() -> None:
             parse = least_ms(lambda body=body: json.loads(body))  # type: ignore[misc]
             where = "yes" if weight(body) <= LARGE_BYTES else "no"
             print(f"{name:18} {size:>6} {look:9.2f} {parse:9.2f}  {where}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

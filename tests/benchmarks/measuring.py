@@ -19,12 +19,12 @@ class Options:
     """Size of a measurement.
 
     Attributes:
-        pairs: Rounds; each runs all that is compared once, one after the other.
+        rounds: Rounds; each runs all that is compared once, one after the other.
         records: Records in a run that is measured per record.
         quick: Whether to leave the largest sizes out.
     """
 
-    pairs: int
+    rounds: int
     records: int
     quick: bool
 
@@ -103,22 +103,22 @@ def progress(text: str) -> None:
 
 
 def interleave(
-    title: str, samples: Mapping[str, Sample], pairs: int, warm_up: bool = True
+    title: str, samples: Mapping[str, Sample], rounds: int, warm_up: bool = True
 ) -> dict[str, list[float]]:
     """Take samples round by round, each round in another order, so that drift affects all alike.
 
     Args:
         title: Title of the progress.
         samples: Measurements by name; each call returns one sample.
-        pairs: Rounds.
+        rounds: Rounds.
         warm_up: Whether to run a first round whose samples don't count.
     """
     found: dict[str, list[float]] = {name: [] for name in samples}
     names = list(samples)
-    for number in range(0 if warm_up else 1, pairs + 1):
+    for number in range(0 if warm_up else 1, rounds + 1):
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
-            progress(f"{title}: {f'round {number} of {pairs}' if number else 'warming up'}, {name}")
+            progress(f"{title}: {f'round {number} of {rounds}' if number else 'warming up'}, {name}")
             value = samples[name]()
             if number:
                 found[name].append(value)

@@ -6,6 +6,7 @@ kind; none of them is reached. The service that keeps the counters runs beside t
 
 import asyncio
 import statistics
+import sys
 import time
 
 from serve_app.api.facts import Facts
@@ -13,6 +14,7 @@ from serve_app.engine.accounts import Accounts
 from serve_app.ledger.calls import Origin
 from serve_app.relay.usage import RequestUsage, Tokens
 from serve_app.settings.usage import Quota, QuotasSettings, UsageSettings
+from tests.benchmarks import command
 from tests.serve_app.ledger.crashing import FakeSequence
 from tests.serve_app.quotas.fleet import QuotasHandle
 
@@ -62,5 +64,12 @@ async def measure() -> None:
     await accounts.stop()
 
 
-if __name__ == "__main__":
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    command.parser("tests.benchmarks.quotas", (__doc__ or "").partition("\n\n")[2]).parse_args(arguments)
     asyncio.run(measure())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

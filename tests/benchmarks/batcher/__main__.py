@@ -1,11 +1,10 @@
 """Command line of the batcher's benchmarks: python -m tests.benchmarks.batcher --help."""
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 
-from tests.benchmarks import report
+from tests.benchmarks import command
 from tests.benchmarks.batcher import (
     burst,
     lone,
@@ -17,8 +16,6 @@ from tests.benchmarks.batcher import (
     slots,
 )
 from tests.benchmarks.measuring import Options, Table
-
-RESULTS = report.RESULTS / "batcher.json"
 
 BENCHMARKS: dict[str, tuple[Callable[[Options], Table], str]] = {
     "per-record": (per_record.measure, "CPU time per record with an empty function, beside flyte and Ray"),
@@ -44,11 +41,11 @@ CPU time is that of this process, so that other load on the machine disturbs it 
 and the milliseconds of `lone` are wall time.
 
 Choice of options: with the defaults it takes about ten minutes. `--quick` is for a check after a change.
-Raise `--pairs` when ranges are wide; `--records` below 20,000 measures the start more than the run.
+Raise `--rounds` when ranges are wide; `--records` below 20,000 measures the start more than the run.
 
 examples:
   make bench NAME=batcher
-  python -m tests.benchmarks.batcher --only per-record --pairs 11
+  python -m tests.benchmarks.batcher --only per-record --rounds 11
   python -m tests.benchmarks.batcher --quick --check
 """
 
@@ -57,58 +54,36 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     width = max(map(len, BENCHMARKS))
     names = "\n".join(f"  {name:<{width}}  {about}" for name, (_, about) in BENCHMARKS.items())
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.benchmarks.batcher",
-        description=f"Measure the batcher, print a table, write {os.path.relpath(RESULTS)}.",
-        epilog=EPILOG.format(names=names),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--only", metavar="NAME", action="append", choices=BENCHMARKS, help="run this one; may be repeated"
-    )
-    parser.add_argument(
-        "--pairs", metavar="N", type=_positive, default=5, help="rounds to take the median over (default 5)"
+    parser = command.parser(
+        "tests.benchmarks.batcher",
+        "Measure the batcher.",
+        EPILOG.format(names=names),
+        rounds=5,
+        only=BENCHMARKS,
+        results="batcher.json",
     )
     parser.add_argument(
         "--records",
         metavar="N",
-        type=_positive,
+        type=command.positive,
         default=100_000,
-        help="records of one run of per-record, queue and slots (default 100,000)",
+        help="records of one run of per-record, queue and slots",
     )
     parser.add_argument(
         "--quick", action="store_true", help="leave out the largest sizes of queue, memory and simulation"
     )
-    parser.add_argument("--check", action="store_true", help="end with status 1 if a target is missed")
     return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text.replace(",", "").replace("_", ""))
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
-    return value
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the chosen benchmarks; return the exit status."""
     given = parser().parse_args(arguments)
-    options = Options(given.pairs, given.records, given.quick)
+    options = Options(given.rounds, given.records, given.quick)
     missed = 0
     for name in given.only or BENCHMARKS:
-        before = os.getloadavg()[0]
         table = BENCHMARKS[name][0](options)
-        print(report.show(name, table), flush=True)
-        missed += sum(row.met is False for row in table.rows)
-        about = {
-            "versions": report.versions("saturate", "ray", "flyte"),
-            "pairs": options.pairs,
-            "load_before": before,
-            "load_after": os.getloadavg()[0],
-        }
-        report.keep(RESULTS, {name: table}, about)
-    print(f"written to {os.path.relpath(RESULTS)}; targets missed: {missed}")
-    return 1 if missed and given.check else 0
+        missed += command.publish(given, {name: table}, {"rounds": options.rounds})
+    return int(missed > 0)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def measure(options: Options) -> Table:
     flyte = flyte_batcher()
     if flyte is not None:
         samples["flyte"] = lambda: asyncio.run(drain_submitting(flyte(process, **LIMITS)))
-    found = interleave("burst", samples, options.pairs, warm_up=False)
+    found = interleave("burst", samples, options.rounds, warm_up=False)
     setting = (
         f"{RECORDS} records arrive at {RATE:.0f}/s, a batch takes {BATCH_S * 1e3:.0f} ms, 64 records at "
         "most, 20 ms timeout; seconds from the first arrival to the last result."

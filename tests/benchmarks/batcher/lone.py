@@ -131,7 +131,7 @@ def measure(options: Options) -> Table:
         (f"{RATE:,.0f} records/s: mean batch", batch_of_arrivals, "records", None, 0.9 * RATE * LONG_S),
     ):
         samples = {name: sample(run, opened) for name, opened in opens.items()}
-        found = interleave(title, samples, options.pairs, warm_up=False)
+        found = interleave(title, samples, options.rounds, warm_up=False)
         rows.append(Row(f"{title}, ours", unit, found.pop("ours"), at_most, at_least))
         rows += [Row(f"{title}, {name}", unit, found[name]) for name in found]
     setting = (

@@ -69,8 +69,8 @@ def measure(options: Options) -> Table:
     def note(what: str, value: float) -> None:
         found.setdefault(what, []).append(value)
 
-    for seed in range(options.pairs):
-        progress(f"padding: round {seed + 1} of {options.pairs}")
+    for seed in range(options.rounds):
+        progress(f"padding: round {seed + 1} of {options.rounds}")
         records = lengths(seed)
         best = offline(records)
         for way in WAYS:

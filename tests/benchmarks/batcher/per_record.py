@@ -216,7 +216,7 @@ def measure(options: Options) -> Table:
     rows = []
     for drive, group in runs.items():
         samples = {name: cpu_us_per_record(run, options.records) for name, run in group.items()}
-        found = interleave(f"per record, {drive}", samples, options.pairs)
+        found = interleave(f"per record, {drive}", samples, options.rounds)
         rows += [Row(f"{drive}: {name}", "µs", found[name]) for name in found]
         rows += [
             Row(f"{drive}: ours / {name}", "x", ratios(found["ours"], found[name]), at_most=limit)

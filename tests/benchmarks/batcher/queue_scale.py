@@ -87,7 +87,7 @@ def measure(options: Options) -> Table:
     for tenants in TENANTS:
         plural = f"{tenants:,} tenant{'s' if tenants > 1 else ''}"
         samples = {f"{depth:,} waiting": churn(depth, tenants, options.records) for depth in depths}
-        found = interleave(f"queue, {plural}", samples, options.pairs, warm_up=False)
+        found = interleave(f"queue, {plural}", samples, options.rounds, warm_up=False)
         rows += [Row(f"{plural}, {name}: add + take", "µs", found[name]) for name in found]
         first, *_, last = found.values()
         rows.append(
@@ -98,7 +98,7 @@ def measure(options: Options) -> Table:
         "add + take, all with deadlines": churn(middle, 100, options.records, deadlines=True),
         "cancel, all with deadlines": cancel(middle, 100),
     }
-    found = interleave("queue", others, options.pairs, warm_up=False)
+    found = interleave("queue", others, options.rounds, warm_up=False)
     rows += [Row(f"100 tenants, {middle:,} waiting: {name}", "µs", found[name]) for name in found]
     setting = (
         f"CPU time per record that is added to, and taken from, a RequestQueue in which so many wait all the "

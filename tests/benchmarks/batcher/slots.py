@@ -71,7 +71,7 @@ def measure(options: Options) -> Table:
         "crowded: ours": ours_crowded,
     }
     samples = {name: cpu_us_per_record(run, options.records) for name, run in runs.items()}
-    found = interleave("slots", samples, options.pairs)
+    found = interleave("slots", samples, options.rounds)
     rows = [Row(name, "µs", found[name]) for name in found]
     for case in ("alone", "crowded"):
         ratio = ratios(found[f"{case}: ours"], found[f"{case}: asyncio.Semaphore"])

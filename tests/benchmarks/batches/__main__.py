@@ -4,9 +4,9 @@ import argparse
 import asyncio
 import gc
 import selectors
-import tempfile
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -20,11 +20,11 @@ from serve_app.relay.frame import unpack
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.batches import BatchesSettings
 from serve_app.system.garbage_collection import collect_rarely
-from tests.benchmarks import report
+from tests.benchmarks import command
 from tests.benchmarks.batches.engines import MODEL, Handle, client_of
+from tests.benchmarks.command import above_0, positive
 from tests.benchmarks.measuring import Row, Table, progress
 
-RESULTS = report.RESULTS / "batches.json"
 CHAT = "/v1/chat/completions"
 PIECE_BYTES = 1 << 20
 POLL_S = 0.02
@@ -225,32 +225,30 @@ async def finish(service: BatchService, rows: int, limit_s: float, polling: asyn
         await asyncio.sleep(1.0)
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.benchmarks.batches",
-        description="Measure the Batches deployment in a process, with engines that take no CPU: memory, "
-        "rows per second, and the latency of its routes.",
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    parser = command.parser(
+        "tests.benchmarks.batches",
+        "Measure the Batches deployment in a process, with engines that take no CPU: memory, rows "
+        "per second, and the latency of its routes.",
+        results="batches.json",
     )
-    parser.add_argument("--batches", type=int, default=10, help="batches at once (10)")
-    parser.add_argument("--lines", type=int, default=50_000, help="lines of each (50000)")
-    parser.add_argument("--bytes", type=int, default=200_000_000, help="bytes of each (200000000)")
-    parser.add_argument("--places", type=int, default=512, help="rows that the engines run at once (512)")
-    parser.add_argument("--row-s", type=float, default=0.5, help="seconds that a row takes (0.5)")
-    parser.add_argument("--answer-bytes", type=int, default=2_000, help="bytes of an answer (2000)")
-    parser.add_argument("--limit-s", type=float, default=1200.0, help="seconds after which it ends (1200)")
-    options = parser.parse_args()
+    parser.add_argument("--batches", type=positive, default=10, help="batches at once")
+    parser.add_argument("--lines", type=positive, default=50_000, help="lines of each")
+    parser.add_argument("--bytes", type=positive, default=200_000_000, help="bytes of each")
+    parser.add_argument("--places", type=positive, default=512, help="rows that the engines run at once")
+    parser.add_argument("--row-s", type=above_0, default=0.5, help="seconds that a row takes")
+    parser.add_argument("--answer-bytes", type=positive, default=2_000, help="bytes of an answer")
+    parser.add_argument("--limit-s", type=above_0, default=1200.0, help="seconds after which it ends")
+    options = parser.parse_args(arguments)
     turns = Turns()
     with (
-        tempfile.TemporaryDirectory(prefix="saturate-bench-") as folder,
+        command.place() as folder,
         asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(turns)) as runner,
     ):
-        table = runner.run(measure(options, Path(folder), turns))
-    name = f"batches, {options.batches} of {options.lines} lines"
-    print(report.show(name, table))
-    report.keep(RESULTS, {name: table}, {"versions": report.versions("ray", "starlette")})
-    print(f"written to {RESULTS}")
+        table = runner.run(measure(options, folder, turns))
+    return command.publish(options, {f"batches, {options.batches} of {options.lines} lines": table})
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

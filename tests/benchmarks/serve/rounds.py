@@ -1,13 +1,11 @@
 """Rounds: each runs every server once, one after the other, in another order each time."""
 
 import statistics
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from batcher.stats import percentiles
-from serve_app.system.processes import adopt_orphans
 from tests.benchmarks.measuring import progress
 from tests.benchmarks.serve.groups import CLIENT, memory_mib
 from tests.benchmarks.serve.loads import ALL_LOADS, Load
@@ -52,36 +50,35 @@ class Plan:
         return self.only_model or self.loads[load].model
 
 
-def measure(plan: Plan, after: Callable[[Found], None]) -> tuple[Found, dict[str, str]]:
+def measure(plan: Plan, folder: Path, after: Callable[[Found], None]) -> tuple[Found, dict[str, str]]:
     """Return the samples, and the reason for each server that is left out.
 
     Args:
         plan: The plan.
+        folder: Folder for models, configs and logs.
         after: Called after each server, with all samples so far.
     """
-    adopt_orphans()
     found: Found = {name: {} for name in [*plan.loads, START]}
     missing: dict[str, str] = {}
-    with tempfile.TemporaryDirectory(prefix="saturate-bench-") as folder:
-        names = dict.fromkeys(plan.model(load) for load in plan.loads)
-        models = {name: MODELS[name](Path(folder)) for name in names}
-        visits = [(server, model) for model in models for server in plan.servers]
-        for number in range(plan.rounds):
-            turn = number % len(visits)
-            for server, model in [*visits[turn:], *visits[:turn]]:
-                loads = {
-                    name: load
-                    for name, load in plan.loads.items()
-                    if plan.model(name) == model and server in ways(load)
-                }
-                if server in missing or not loads:
-                    continue
-                try:
-                    _visit(server, models[model], loads, number, plan, Path(folder), found)
-                except UnavailableError as error:
-                    missing[server] = str(error)
-                    progress(f"{server} is left out: {error}")
-                after(found)
+    names = dict.fromkeys(plan.model(load) for load in plan.loads)
+    models = {name: MODELS[name](folder) for name in names}
+    visits = [(server, model) for model in models for server in plan.servers]
+    for number in range(plan.rounds):
+        turn = number % len(visits)
+        for server, model in [*visits[turn:], *visits[:turn]]:
+            loads = {
+                name: load
+                for name, load in plan.loads.items()
+                if plan.model(name) == model and server in ways(load)
+            }
+            if server in missing or not loads:
+                continue
+            try:
+                _visit(server, models[model], loads, number, plan, folder, found)
+            except UnavailableError as error:
+                missing[server] = str(error)
+                progress(f"{server} is left out: {error}")
+            after(found)
     progress("")
     return found, missing
 

@@ -4,14 +4,15 @@ import argparse
 import random
 import statistics
 import sys
+from collections.abc import Sequence
 
 from serve_app.simulation.profiles import PROFILES
-from tests.benchmarks import report
+from tests.benchmarks import command
+from tests.benchmarks.command import above_0
 from tests.benchmarks.measuring import Row, Table, progress
 from tests.benchmarks.turns import plot
 from tests.benchmarks.turns.device import ByRota, OnDemand, Request, Run, bursts, static_parts, take_turns
 
-RESULTS = report.RESULTS / "turns.json"
 MODELS = ("a", "b", "c")
 
 EPILOG = """\
@@ -29,18 +30,18 @@ example:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.benchmarks.turns",
-        description="Simulate models that take turns: a table, a JSON file and a picture of the turns.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=EPILOG,
+    parser = command.parser(
+        "tests.benchmarks.turns",
+        "Simulate models that take turns: a table, a JSON file and a picture of the turns.",
+        EPILOG,
+        rounds=5,
+        results="turns.json",
     )
-    parser.add_argument("--device", choices=PROFILES, default="h100-7b", help="the device (h100-7b)")
-    parser.add_argument("--load", type=float, default=15.0, help="requests per second of all models (15)")
-    parser.add_argument("--seconds", type=float, default=60.0, help="time in which requests come (60)")
-    parser.add_argument("--min-turn-s", type=float, default=5.0, help="min_turn_s (5)")
-    parser.add_argument("--max-wait-s", type=float, default=30.0, help="max_wait_s (30)")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds, each with other requests (5)")
+    parser.add_argument("--device", choices=PROFILES, default="h100-7b", help="the device")
+    parser.add_argument("--load", type=above_0, default=15.0, help="requests per second of all models")
+    parser.add_argument("--seconds", type=above_0, default=60.0, help="time in which requests come")
+    parser.add_argument("--min-turn-s", type=above_0, default=5.0, help="min_turn_s")
+    parser.add_argument("--max-wait-s", type=above_0, default=30.0, help="max_wait_s")
     return parser
 
 
@@ -85,13 +86,13 @@ def measure(options: argparse.Namespace) -> tuple[Table, Run]:
     return Table(setting, rows), runs["turns"][0]
 
 
-def main() -> int:
-    """Run the benchmark, and return the exit code."""
-    table, first = measure(options := parser().parse_args())
-    print(report.show("turns", table))
-    report.keep(RESULTS, {"turns": table}, {"device": options.device})
-    print(plot.draw(RESULTS.with_suffix(".png"), first, options.seconds))
-    return 0 if all(row.met is not False for row in table.rows) else 1
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    options = parser().parse_args(arguments)
+    table, first = measure(options)
+    status = command.publish(options, {"turns": table}, {"device": options.device})
+    print(plot.draw(options.results.with_suffix(".png"), first, options.seconds))
+    return status
 
 
 if __name__ == "__main__":
