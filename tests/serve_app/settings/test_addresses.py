@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from serve_app.settings.addresses import (
     MAX_HOPS,
@@ -63,28 +63,6 @@ def test_a_range_is_written_in_cidr_notation_or_as_one_address(text: str, range:
     assert RANGE.validate_python(network) == network
 
 
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        ("10.0.0.1/8", "'10.0.0.1/8' has bits after its prefix; the range is written 10.0.0.0/8"),
-        ("2001:db8::1/32", "the range is written 2001:db8::/32"),
-        ("10.0.0.0/33", "must be an address or a range of addresses"),
-        ("10.0.0", "must be an address or a range of addresses"),
-        ("", "must be an address or a range of addresses"),
-        ("office", "must be an address or a range of addresses"),
-        ("fe80::%eth0/64", "must be an address or a range of addresses"),
-        ("::ffff:10.0.0.0/104", "is a range of IPv4; write it as such"),
-        (10, "must be a range of addresses in quotes"),
-        (None, "must be a range of addresses in quotes"),
-    ],
-)
-def test_a_wrong_range_is_refused_with_a_hint(value: object, words: str) -> None:
-    with pytest.raises(ValidationError) as caught:
-        RANGE.validate_python(value)
-    (error,) = caught.value.errors()
-    assert words in error["msg"]
-
-
 addresses = st.ip_addresses()
 networks = st.builds(
     lambda address, cut: ipaddress.ip_network((address, max(0, address.max_prefixlen - cut)), strict=False),
@@ -139,11 +117,6 @@ def test_any_other_text_names_no_address(text: str) -> None:
     assert read_address(text) is None
 
 
-@given(st.text(max_size=80))
-def test_no_text_breaks_the_reader(text: str) -> None:
-    read_address(text)
-
-
 # Clients
 
 
@@ -184,7 +157,9 @@ def test_an_unknown_peer_is_no_client(peer: str | None) -> None:
 hops = st.sampled_from(["127.0.0.1", "127.9.9.9", "fd00::1", "203.0.113.9", "2001:db8::1", "10.0.0.1"])
 
 
-@given(claimed=st.lists(hops, max_size=6), client=hops, proxies=st.lists(hops, max_size=3))
+@given(
+    claimed=st.lists(hops | st.text(max_size=20), max_size=6), client=hops, proxies=st.lists(hops, max_size=3)
+)
 def test_a_client_behind_trusted_proxies_can_not_choose_its_address(
     claimed: list[str], client: str, proxies: list[str]
 ) -> None:

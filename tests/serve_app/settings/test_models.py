@@ -1,27 +1,49 @@
+"""Values that follow from the settings of a model."""
+
 import inspect
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from batcher import PROFILES, DynamicBatcher, profile
 from serve_app.api.protocol import JSON
 from serve_app.api.routes import POOLING, SCORE
-from serve_app.settings.models import (
-    BatcherSettings,
-    EngineSettings,
-    FunctionBatcherSettings,
-    FunctionSettings,
-)
+from serve_app.settings.adapters import adapters_by_id
+from serve_app.settings.models import FunctionBatcherSettings, LLMSettings
 from serve_app.settings.schema import parse
-from tests.serve_app.settings.helpers import function, mistakes, one, only
 
 
-def test_an_option_of_false_or_zero_is_an_option_that_was_set() -> None:
-    model = only(one(engine={"enable_prefix_caching": False, "seed": 0, "long_prefill_token_threshold": 0}))
-    assert model.engine.options() == {
-        "enable_prefix_caching": False,
-        "seed": 0,
-        "long_prefill_token_threshold": 0,
+def model(**fields: Any) -> LLMSettings:
+    """Return the settings of a language model."""
+    (found,) = parse({"models": [{"id": "demo", "source": "x"} | fields]}).models
+    assert isinstance(found, LLMSettings)
+    return found
+
+
+def test_the_demo_model_is_in_the_package_and_other_sources_go_to_vllm() -> None:
+    path = Path(model(source="saturate://demo").path)
+    assert (path / "config.json").is_file()
+    assert path.parents[1].name == "serve_app"
+    assert model(source="Qwen/Qwen2.5-7B-Instruct").path == "Qwen/Qwen2.5-7B-Instruct"
+    simulated = {"id": "demo", "simulate": "h100-8b"}
+    assert parse({"models": [simulated]}).models[0].root == "saturate://demo"
+
+
+def test_options_of_the_engine_are_the_set_ones_also_false_and_zero() -> None:
+    options = {"enable_prefix_caching": False, "seed": 0, "long_prefill_token_threshold": 0}
+    assert model(engine=options | {"extra": {"block_size": 32}}).engine.options() == options | {
+        "block_size": 32
     }
+    assert model().engine.options() == model().sampling.sampling() == {}
+    assert model(sampling={"temperature": 0}).sampling.sampling() == {"temperature": 0}
+
+
+def test_the_longest_context_that_fits_is_known_after_the_start() -> None:
+    assert (model(engine={"max_model_len": -1}).context, model(engine={"max_model_len": 5}).context) == (
+        None,
+        5,
+    )
 
 
 @pytest.mark.parametrize("name", [None, *PROFILES])
@@ -31,80 +53,9 @@ def test_settings_override_the_profile_of_a_function(name: str | None) -> None:
     assert batcher.arguments() == chosen | {"max_batch_size": 100, "priority_aging_s": None}
 
 
-def test_every_setting_of_a_function_s_batcher_is_an_argument_of_the_batcher() -> None:
+def test_the_settings_of_a_function_s_batcher_are_arguments_of_the_batcher() -> None:
     fields = set(FunctionBatcherSettings.model_fields) - {"profile"}
     assert fields <= set(inspect.signature(DynamicBatcher).parameters)
-
-
-def test_weights_and_ageing_of_both_kinds() -> None:
-    fields = {"tenant_weights": {"jo": 2.0, "x": 1}, "priority_aging_s": None}
-    assert only(one(batcher=fields)).batcher.tenant_weights == {"jo": 2.0, "x": 1}
-    assert only(one(batcher=fields)).batcher.priority_aging_s is None
-    (model,) = parse(function(batcher=fields)).models
-    assert isinstance(model, FunctionSettings)
-    assert model.batcher.arguments() == fields
-    assert BatcherSettings().priority_aging_s == 10.0
-
-
-@pytest.mark.parametrize("names", [["ttft_p99_s"], ["tpot_p99_s"], ["ttft_p99_s", "tpot_p99_s"]])
-def test_a_goal_may_be_for_the_first_token_or_for_each_further_one(names: list[str]) -> None:
-    batcher = only(one(batcher={"goals": dict.fromkeys(names, 0.3)})).batcher
-    assert batcher.goals is not None
-    assert batcher.goals.model_dump(exclude_none=True) == dict.fromkeys(names, 0.3)
-    assert batcher.priority_aging_s == 10.0
-
-
-def test_goals_without_a_goal_are_a_mistake() -> None:
-    (line,) = mistakes(one(batcher={"goals": {}}))
-    assert line.endswith("batcher.goals: must have ttft_p99_s, tpot_p99_s, or both"), line
-
-
-def test_settings_of_a_batcher_that_contradict_each_other() -> None:
-    (line,) = mistakes(function(batcher={"min_batch_size": 9, "max_batch_size": 8}))
-    assert line == "args.models[0].batcher: min_batch_size must be at most max_batch_size=8, not 9"
-
-
-def test_keys_of_one_kind_are_unknown_to_the_other() -> None:
-    (line,) = mistakes(one(target="a:B"))
-    assert line.startswith("args.models[0].target: unknown key; configs/reference.md has them all")
-    (line,) = mistakes(function(source="x"))
-    assert line.startswith("args.models[0].source: unknown key; allowed here: id, kind, target")
-
-
-def test_an_unknown_kind_is_an_error_with_the_known_ones() -> None:
-    assert mistakes(one(kind="lm")) == ["args.models[0].kind: Input should be 'llm' or 'function', not 'lm'"]
-
-
-def test_the_error_of_a_value_has_the_range() -> None:
-    (line,) = mistakes(one(engine={"gpu_memory_utilization": 1.5}))
-    assert "less than or equal to 1" in line
-    (line,) = mistakes(one(batcher={"policy": "x"}))
-    assert "'guaranteed_no_evict' or 'max_utilization'" in line
-
-
-@pytest.mark.parametrize(
-    "host", ["https://a.example", "a.example:80", "A.example", "*.example", "", "a/b", 5]
-)
-def test_a_host_of_media_is_a_bare_name(host: object) -> None:
-    engine = {"allowed_media_domains": ["images.example.com", host]}
-    (line,) = mistakes(one(engine=engine, multimodal=True))
-    assert line.startswith("args.models[0].engine.allowed_media_domains[1]: ")
-    assert parse(one(engine={"allowed_media_domains": ["a.example"]}, multimodal=True))
-
-
-def test_hosts_of_media_have_no_use_without_media() -> None:
-    (line,) = mistakes(one(engine={"allowed_media_domains": ["a.example"]}))
-    assert "multimodal: must be true, since engine.allowed_media_domains names hosts" in line
-    assert parse(one(engine={"allowed_media_domains": []}))
-
-
-@pytest.mark.parametrize("engine", [{"runner": "pooling"}, {"convert": "embed"}])
-def test_a_pooling_model_samples_nothing_and_is_not_simulated(engine: JSON) -> None:
-    assert parse(one(engine=engine))
-    (line,) = mistakes(one(engine=engine, sampling={"temperature": 0}))
-    assert "sampling: a pooling model samples nothing" in line
-    (line,) = mistakes(one(engine=engine, simulate="h100-8b"))
-    assert "a simulated device runs no pooling model" in line
 
 
 @pytest.mark.parametrize(
@@ -118,48 +69,70 @@ def test_a_pooling_model_samples_nothing_and_is_not_simulated(engine: JSON) -> N
         ({"runner": "pooling", "convert": "classify"}, ("/v1/classify", "/classify", *SCORE)),
     ],
 )
-def test_the_settings_say_which_routes_a_pooling_model_may_serve(
-    engine: JSON, routes: tuple[str, ...]
-) -> None:
-    assert EngineSettings.model_validate(engine).pooling_routes == routes
+def test_the_settings_name_the_routes_of_a_pooling_model(engine: JSON, routes: tuple[str, ...]) -> None:
+    assert model(engine=engine).engine.pooling_routes == routes
 
 
-@pytest.mark.parametrize(("stop", "path"), [(5, "stop"), (["x"] * 65, "stop"), (["x", 5], "stop[1]")])
-def test_a_bad_stop_is_one_error_at_its_own_path(stop: object, path: str) -> None:
-    (line,) = mistakes(one(sampling={"stop": stop}))
-    assert line.startswith(f"args.models[0].sampling.{path}: ")
-
-
-def test_a_boolean_is_no_number() -> None:
-    for section, key in (
-        ("engine", "max_model_len"),
-        ("engine", "max_num_seqs"),
-        ("batcher", "max_queue_size"),
-    ):
-        (line,) = mistakes(one(**{section: {key: True}}))
-        assert line.startswith(f"args.models[0].{section}.{key}: ")
-
-
-def test_extra_refuses_options_that_are_settings() -> None:
-    (line,) = mistakes(one(engine={"extra": {"max_num_seqs": 5}}))
-    assert "extra.max_num_seqs: put max_num_seqs directly under engine" in line
+# Adapters
 
 
 @pytest.mark.parametrize(
-    "key", ["model", "served_model_name", "host", "port", "uds", "api_key", "ssl_keyfile"]
+    ("source", "name", "root"),
+    [
+        ("s3://bucket/a/words/", "words", "words"),
+        ("/z/w", "w", "w"),
+        ("org/x", "x", "org/x"),
+        ("~/x", "x", "x"),
+        ("gs://b/x", "x", "x"),
+        ("az://c/x", "x", "x"),
+        ("abfs://c@a/x", "x", "x"),
+        ("hf://org/x", "x", "x"),
+        ("https://h/x", "x", "x"),
+    ],
 )
-def test_extra_refuses_options_that_do_nothing_there(key: str) -> None:
-    # tests/serve_app/models/test_vllm_options.py has all of them, with their reasons.
-    (line,) = mistakes(one(engine={"extra": {key: "x"}}))
-    assert f"args.models[0].engine: extra.{key}: " in line
+def test_an_adapter_is_named_after_its_source_and_hides_its_place(source: str, name: str, root: str) -> None:
+    (adapter,) = model(adapters=[{"source": source}]).adapters
+    assert (list(adapters_by_id("demo", [adapter])), adapter.root) == ([f"demo:{name}"], root)
+    (named,) = model(adapters=[{"source": source, "id": "y"}]).adapters
+    assert list(adapters_by_id("demo", [named])) == ["y"]
 
 
-def test_the_longest_context_that_fits_is_minus_one_as_in_vllm() -> None:
-    model = only(one(engine={"max_model_len": -1}))
-    assert (model.engine.max_model_len, model.engine.context) == (-1, None)
-    for value in (0, -2):
-        (line,) = mistakes(one(engine={"max_model_len": value}))
-        assert line == (
-            "args.models[0].engine.max_model_len: must be a number of tokens, or -1 for the longest context "
-            f"that fits, not {value}"
-        )
+def test_the_demo_adapters_are_in_the_package() -> None:
+    (adapter,) = model(adapters=[{"source": "saturate://demo/letters"}]).adapters
+    assert adapter.location.endswith("/serve_app/demo/adapters/letters")
+
+
+@pytest.mark.parametrize(
+    ("count", "fields", "slots"),
+    [
+        (2, {}, (2, 8)),
+        (20, {}, (8, 32)),
+        (100, {}, (8, 64)),
+        (0, {"adapters_folder": "/kept"}, (4, 16)),
+        (0, {"engine": {"enable_lora": True}}, (4, 16)),
+        (2, {"engine": {"max_loras": 3, "max_cpu_loras": 5}}, (3, 5)),
+    ],
+)
+def test_there_are_as_many_slots_as_adapters_within_bounds(
+    count: int, fields: JSON, slots: tuple[int, int]
+) -> None:
+    found = model(adapters=[{"source": f"/a/{number}"} for number in range(count)], **fields)
+    assert (found.slots, found.cpu_slots) == slots
+    assert found.has_adapters
+
+
+def test_pinned_adapters_leave_a_slot_free_and_no_adapters_need_none() -> None:
+    assert model(adapters=[{"source": f"/a/{number}", "pinned": True} for number in range(9)]).slots == 10
+    assert not model().has_adapters
+
+
+# Turns
+
+
+def test_models_of_a_group_share_its_settings() -> None:
+    simulated = [{"id": f"m{number}", "simulate": "h100-8b", "share": "g"} for number in range(2)]
+    group = {"sleep_level": 2, "min_turn_s": 1, "max_wait_s": 10, "self_check": True}
+    settings = parse({"models": simulated, "share_groups": {"g": group}})
+    assert [model.id for model in settings.sharing()["g"]] == ["m0", "m1"]
+    assert settings.share_groups["g"].sleep_level == 2
+    assert parse({"models": simulated}).share_groups == {}

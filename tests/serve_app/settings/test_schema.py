@@ -1,7 +1,8 @@
-"""The `args` of a config: every error is found before anything starts, and has its path."""
+"""The `args` of a config: every mistake is found before anything starts, and its line has path and fix."""
 
 import copy
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,33 +10,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.api.protocol import JSON, SamplingFields
+from serve_app.api.protocol import JSON
 from serve_app.api.validation import FEW
-from serve_app.settings.ingress import AccessSettings, IngressSettings
-from serve_app.settings.models import (
-    BatcherSettings,
-    EngineSettings,
-    FunctionBatcherSettings,
-    FunctionSettings,
-    GoalSettings,
-    LLMSettings,
-)
 from serve_app.settings.schema import Settings, SettingsError, parse
-from serve_app.settings.usage import LedgerSettings, PriceSettings, UsageSettings
-from tests.serve_app.settings.helpers import function, mistakes, one, only
 
+SIMULATED = {"id": "one", "simulate": "h100-8b", "share": "night"}
 FULL: JSON = {
     "models": [
         {
             "id": "demo",
             "source": "saturate://demo",
-            "engine": {"max_model_len": 2048, "extra": {"block_size": 32}},
+            "multimodal": True,
+            "engine": {
+                "max_model_len": 2048,
+                "extra": {"block_size": 32},
+                "allowed_media_domains": ["a.example"],
+            },
             "batcher": {
                 "policy": "max_utilization",
                 "capacity_tokens": 1000,
                 "goals": {"ttft_p99_s": 0.3},
+                "tenant_weights": {"jo": 2.0},
             },
             "sampling": {"temperature": 0, "stop": ["x"]},
+            "adapters": [{"source": "/x"}],
+            "adapters_folder": "/kept",
         },
         {"id": "org/Other-1.5_b", "source": "org/other", "kind": "llm"},
         {
@@ -45,191 +44,389 @@ FULL: JSON = {
             "options": {"device": "cpu", "llm": 1},
             "batcher": {"profile": "real_time", "max_batch_size": 8},
         },
+        SIMULATED,
+        SIMULATED | {"id": "two"},
     ],
-    "ingress": {"max_body_bytes": 1000, "max_prompts": 7},
-    "access": {"keys_env": "KEYS"},
-    "usage": {"ledger": {"folder": "/usage"}, "prices": {"demo": {"input": 0.5}}},
+    "ingress": {"max_body_bytes": 1000, "max_prompts": 7, "allow_origins": ["*"]},
+    "access": {"keys_env": "KEYS", "trusted_proxies": ["10.0.0.0/8"]},
+    "telemetry": {"traces": {"endpoint": "file:///spans"}},
+    "batches": {"folder": "/batches"},
+    "usage": {
+        "ledger": {"folder": "/usage"},
+        "prices": {"demo": {"input": 0.5}},
+        "quotas": {"tenants": {"a": {"tokens_per_minute": 5}}},
+    },
+    "share_groups": {"night": {"sleep_level": 2}},
 }
 
 
-# Valid settings
+def steps(path: str) -> list[str | int]:
+    """Return the keys and places of a path such as `models[0].engine`."""
+    return [int(part) if part.isdigit() else part for part in re.findall(r"[^.\[\]]+", path)]
+
+
+def at(path: str, settings: Settings) -> Any:
+    """Return a part of the settings."""
+    found: Any = settings
+    for step in steps(path):
+        found = found[step] if isinstance(step, int) or isinstance(found, dict) else getattr(found, step)
+    return found
+
+
+def put(changes: dict[str, Any]) -> JSON:
+    """Return the full args with other values at some paths."""
+    args = copy.deepcopy(FULL)
+    for path, value in changes.items():
+        *places, last = steps(path)
+        target: Any = args
+        for place in places:
+            target = target.setdefault(place, {}) if isinstance(target, dict) else target[place]
+        target[last] = value
+    return args
+
+
+def mistakes(args: Any) -> list[str]:
+    """Return the lines of the error that the args cause, one for each mistake."""
+    with pytest.raises(SettingsError) as caught:
+        parse(args)
+    head, *lines = str(caught.value).split("\n  ")
+    count = len(lines)
+    assert head == f"the config's args have {count} mistake{'s' if count > 1 else ''}:"
+    return lines
+
+
+# Allowed values
+
+
+@pytest.mark.parametrize(
+    ("path", "values"),
+    [
+        ("models[0].id", ["meta/llama-3.1-8B", "a" * 128]),
+        ("models[0].engine.max_num_seqs", [1, 10**6]),
+        ("models[0].engine.max_model_len", [1, -1]),
+        ("models[0].engine.long_prefill_token_threshold", [0, 1]),
+        ("models[0].engine.gpu_memory_utilization", [0.01, 1]),
+        ("models[0].engine.allowed_media_domains", [[]]),
+        ("models[0].batcher.priority_aging_s", [0.001, 60.0, 5, None]),
+        ("models[0].batcher.tenant_weights", [{"jo": 0.5, "x": 1}]),
+        ("models[0].batcher.goals.tpot_p99_s", [0.05]),
+        ("models[0].adapters[0].id", ["demo:support"]),
+        ("models[0].adapters_folder", ["/var/lib", "~/kept", "~", "s3://bucket/prefix"]),
+        ("models[2].batcher.prefetch_batches", [0, 3]),
+        ("models[2].batcher.batch_timeout_s", [0.0, 1]),
+        ("access.keys_file", ["/etc/keys.yaml"]),
+        ("batches.folder", ["~/batches"]),
+        ("batches.content", ["s3://bucket/x"]),
+        ("batches.database", ["postgresql://u:p@h/d", "postgres://h/d"]),
+        ("batches.retention_s", [3600]),
+        ("telemetry.tenants", [0, 1_000]),
+        ("telemetry.traces.endpoint", ["http://c:4318/v1/traces", "https://c"]),
+        ("telemetry.traces.sample_ratio", [0, 1]),
+        ("usage.quotas.database", ["redis://x:1/0", "rediss://x", "postgresql://x/y"]),
+        ("usage.prices.demo.input", [0]),
+        ("usage.prices.demo.batch_discount", [0, 1]),
+        ("ingress.max_bytes_in_flight", [2000]),
+        ("ingress.allow_origins", [("*",), ("https://chat.example.com",)]),
+    ],
+)
+def test_an_allowed_value_is_taken_as_it_is(path: str, values: list[Any]) -> None:
+    for value in values:
+        assert at(path, parse(put({path: value}))) == value
 
 
 def test_defaults() -> None:
-    settings = parse(one())
-    model = only(one())
-    assert model.engine.options() == {}
-    assert model.batcher == BatcherSettings()
-    assert model.batcher.policy == "guaranteed_no_evict"
-    assert model.batcher.max_queue_size == 5_000
-    assert model.sampling.sampling() == {}
-    assert settings.ingress == IngressSettings(max_body_bytes=32 * 1024 * 1024, max_prompts=10_000)
+    settings = parse({"models": [{"id": "demo", "source": "x"}]})
+    assert settings.model_dump(exclude_unset=True) == {"models": [{"id": "demo", "source": "x"}]}
+    assert settings.ingress.bytes_in_flight == 256 * 1024 * 1024
+    usage = settings.usage
+    assert not any((settings.access, settings.batches, usage.ledger, usage.quotas))
+    assert settings.sharing() == {}
+    telemetry = settings.telemetry
+    assert (telemetry.metrics, telemetry.request_log, telemetry.traces) == (True, "json", None)
 
 
-def test_all_settings_are_read() -> None:
-    settings = parse(FULL)
-    demo, other, rank = settings.models
-    assert isinstance(demo, LLMSettings)
-    assert isinstance(rank, FunctionSettings)
-    assert rank.target == "package.module:Class"
-    assert rank.options == {"device": "cpu", "llm": 1}
-    assert demo.engine.options() == {"max_model_len": 2048, "block_size": 32}
-    assert demo.batcher.policy == "max_utilization"
-    assert demo.batcher.capacity_tokens == 1000
-    assert demo.sampling.sampling() == {"temperature": 0, "stop": ["x"]}
-    assert other.id == "org/Other-1.5_b"
-    assert settings.ingress.max_prompts == 7
-    assert settings.ingress.max_body_bytes == 1000
+def test_a_section_does_not_change() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        parse(FULL).ingress.max_prompts = 8
 
 
-def test_settings_can_not_be_changed() -> None:
-    settings = parse(FULL)
-    for section in (settings, settings.ingress, settings.models[0], settings.models[0].batcher):
-        field = next(iter(type(section).model_fields))
-        with pytest.raises(ValueError, match="frozen"):
-            setattr(section, field, None)
+# Wrong values
+
+WHOLE = [0, -1, 1.5, 1.0, "many", "1", [1], True]
+"""Values of no positive whole number."""
+NUMBER = [0, -1.0, math.inf, math.nan, "1"]
+"""Values of no positive number."""
+NO_RANGE = "must be an address or a range"
+NO_DATABASE = "must be a URL such as postgresql://"
+NO_SOURCE = "s3://, s3a://, gs://, gcs://, az://, abfs://, abfss://, hf://, https://, not "
 
 
-def test_a_model_is_a_language_model_unless_it_says_otherwise() -> None:
-    models = parse(FULL).models
-    assert [model.kind for model in models] == ["llm", "llm", "function"]
-    assert [type(model) for model in models] == [LLMSettings, LLMSettings, FunctionSettings]
-
-
-# Errors
-
-
-def test_an_unknown_key_is_an_error_with_the_closest_ones() -> None:
-    (line,) = mistakes(one(engine={"max_model_length": 4096}))
-    assert line == "args.models[0].engine.max_model_length: unknown key; did you mean max_model_len?"
-
-
-SECTIONS: list[tuple[str, list[str | int], list[str]]] = [
-    ("args", [], list(Settings.model_fields)),
-    ("args.ingress", ["ingress"], list(IngressSettings.model_fields)),
-    ("args.access", ["access"], list(AccessSettings.model_fields)),
-    ("args.usage", ["usage"], list(UsageSettings.model_fields)),
-    ("args.usage.ledger", ["usage", "ledger"], list(LedgerSettings.model_fields)),
-    ("args.usage.prices.demo", ["usage", "prices", "demo"], list(PriceSettings.model_fields)),
-    ("args.models[0]", ["models", 0], list(LLMSettings.model_fields)),
-    ("args.models[1]", ["models", 1], list(LLMSettings.model_fields)),
-    ("args.models[2]", ["models", 2], list(FunctionSettings.model_fields)),
-    ("args.models[2].batcher", ["models", 2, "batcher"], list(FunctionBatcherSettings.model_fields)),
-    ("args.models[0].engine", ["models", 0, "engine"], list(EngineSettings.model_fields)),
-    ("args.models[0].batcher", ["models", 0, "batcher"], list(BatcherSettings.model_fields)),
-    ("args.models[0].batcher.goals", ["models", 0, "batcher", "goals"], list(GoalSettings.model_fields)),
-    ("args.models[0].sampling", ["models", 0, "sampling"], list(SamplingFields.model_fields)),
-]
-
-
-@given(section=st.sampled_from(SECTIONS), key=st.text(), value=st.none() | st.integers() | st.text())
-def test_an_unknown_key_anywhere_is_refused_with_its_path(
-    section: tuple[str, list[str | int], list[str]], key: str, value: object
-) -> None:
-    path, place, allowed = section
-    if key in allowed:
-        return
-    args = copy.deepcopy(FULL)
-    target: Any = args
-    for part in place:
-        target = target[part]
-    target[key] = value
-    with pytest.raises(SettingsError) as caught:
-        parse(args)
-    message = str(caught.value)
-    assert f"  {path}.{key}: unknown key; " in message
-    assert len(allowed) > FEW or f"{key}: unknown key; allowed here: {', '.join(allowed)}" in message
-    # However many there are, the message stays short.
-    assert len(message) < 400 + 10 * len(repr(key) + repr(value))
-    assert "1 mistake:" in message
-
-
-def bad_values() -> Iterator[tuple[str, JSON]]:
-    for key in (
-        "max_model_len",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "kv_cache_memory_bytes",
-        "tensor_parallel_size",
-        "pipeline_parallel_size",
+def wrong_values() -> Iterator[tuple[str, str, list[Any]]]:
+    """Yield the path of a setting, words of the error if they aren't pydantic's, and wrong values."""
+    engine = ["max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"]
+    engine += ["tensor_parallel_size", "pipeline_parallel_size"]
+    function = ["target_batch_cost", "max_batch_size", "min_batch_size", "max_queue_size", "max_queue_cost"]
+    whole = {
+        "models[0].engine": engine,
+        "models[0].batcher": ["capacity_tokens", "max_running", "max_queue_size", "max_queue_tokens"],
+        "models[2].batcher": [*function, "max_concurrent_batches"],
+        "ingress": ["max_body_bytes", "max_bytes_in_flight", "max_prompts", "max_n", "max_tokens"],
+        "batches": ["max_lines", "max_files", "max_rows_in_flight"],
+        "usage.quotas.tenants.a": ["tokens_per_day", "max_concurrency"],
+    }
+    for section, keys in whole.items():
+        for key in keys:
+            yield f"{section}.{key}", "", WHOLE
+    for path in ("models[0].batcher.priority_aging_s", "models[0].batcher.tenant_weights.jo"):
+        yield path, "", NUMBER
+    for path in (
+        "models[0].batcher.goals.ttft_p99_s",
+        "share_groups.night.min_turn_s",
+        "usage.quotas.away_s",
     ):
-        # -1 is the longest context that fits.
-        for value in (0, -2 if key == "max_model_len" else -1, 1.5, "many", [1]):
-            yield f"args.models[0].engine.{key}", one(engine={key: value})
-    for value in (0, -0.1, 1.01, math.nan, "most"):
-        path = "args.models[0].engine.gpu_memory_utilization"
-        yield path, one(engine={"gpu_memory_utilization": value})
-    yield "args.models[0].engine.dtype", one(engine={"dtype": "int3"})
-    yield "args.models[0].engine.enforce_eager", one(engine={"enforce_eager": "perhaps"})
-    yield "args.models[0].engine", one(engine=None)
-    yield "args.models[0].engine.extra", one(engine={"extra": ["x"]})
-    yield "args.models[0].batcher.policy", one(batcher={"policy": "no_evict"})
-    for key in ("capacity_tokens", "max_running", "max_queue_size", "max_queue_tokens"):
-        for value in (0, -5, "none"):
-            yield f"args.models[0].batcher.{key}", one(batcher={key: value})
-    for value in (0, -1, math.inf, math.nan, "1"):
-        yield "args.models[0].batcher.priority_aging_s", one(batcher={"priority_aging_s": value})
-        path = "args.models[0].batcher.tenant_weights.jo"
-        yield path, one(batcher={"tenant_weights": {"jo": value}})
-    yield "args.models[0].kind", one(kind="lm")
-    yield "args.models[0].kind", one(kind=None)
-    for target in (None, 5, "", "a", "a.b", "a:b:c", "a:b.c", "a-b:C", ":C", "a:"):
-        yield "args.models[0].target", function(target=target)
-    yield "args.models[0].options", function(options=["x"])
-    yield "args.models[0].embeddings", function(embeddings="yes")
-    yield "args.models[0].batcher", function(batcher=None)
-    yield "args.models[0].batcher.profile", function(batcher={"profile": "fast"})
-    yield "args.models[0].batcher.forming", function(batcher={"forming": "random"})
-    yield "args.models[0].batcher.on_error", function(batcher={"on_error": "ignore"})
-    for key in ("target_batch_cost", "max_batch_size", "min_batch_size", "max_queue_size", "max_queue_cost"):
-        for value in (0, 1.5, "many"):
-            yield f"args.models[0].batcher.{key}", function(batcher={key: value})
-    for key in ("batch_timeout_s", "prefetch_batches", "max_concurrent_batches"):
-        yield f"args.models[0].batcher.{key}", function(batcher={key: -1})
-    yield "args.models[0].sampling.temperature", one(sampling={"temperature": 3})
-    yield "args.models[0].sampling.max_tokens", one(sampling={"max_tokens": 0})
-    for name in ("", " ", "-demo", "/demo", "de mo", "demo\n", "démo", "a#b", "a" * 129, 5, None):
-        yield "args.models[0].id", one(id=name)
-    yield "args.models[0].source", one(source="")
-    yield "args.ingress.max_body_bytes", one() | {"ingress": {"max_body_bytes": 0}}
-    yield "args.ingress.max_bytes_in_flight", one() | {"ingress": {"max_bytes_in_flight": 0}}
-    yield "args.ingress.max_prompts", one() | {"ingress": {"max_prompts": "all"}}
-    yield "args.models", {"models": []}
-    yield "args.models", {"models": {"demo": {}}}
-    yield "args.models[1]", {"models": [{"id": "demo", "source": "x"}, "other"]}
+        yield path, "", NUMBER
+    yield from (
+        ("models", "", [[], {"demo": {}}]),
+        ("models[1]", "", ["other"]),
+        ("models[0].id", "", ["", " ", "-demo", "/demo", "de mo", "demo\n", "démo", "a#b", "a" * 129, 5]),
+        ("models[0].id", "", ["demo:support", None]),
+        ("models[0].source", "", [""]),
+        ("models[0].share", "", ["a b", "", "a/b", "a" * 65]),
+        ("models[0].engine", "", [None]),
+        ("models[0].engine.extra", "", [["x"]]),
+        ("models[0].engine.max_model_len", "", [1.5, "many", [1], True]),
+        ("models[0].engine.max_model_len", "or -1 for the longest context that fits, not ", [0, -2]),
+        ("models[0].engine.gpu_memory_utilization", "", [0, -0.1, 1.01, math.nan, "most"]),
+        ("models[0].engine.long_prefill_token_threshold", "", [-1, 0.0, False]),
+        ("models[0].engine.dtype", "", ["int3"]),
+        ("models[0].engine.max_lora_rank", "", [9]),
+        ("models[0].engine.enforce_eager", "", ["perhaps"]),
+        ("models[0].batcher.policy", "", ["no_evict"]),
+        ("models[0].batcher.goals", "must have ttft_p99_s, tpot_p99_s, or both", [{}]),
+        ("models[0].sampling.temperature", "", [3]),
+        ("models[0].sampling.max_tokens", "", [0]),
+        ("models[0].sampling.stop", "", [5, ["x"] * 65]),
+        ("models[0].adapters[0].id", "", ["a b", "", ":demo"]),
+        ("models[0].adapters_folder", "must be an absolute path", ["kept", "~no user/x", ""]),
+        ("models[2].target", "", [None, 5]),
+        ("models[2].target", "must have the form", ["", "a", "a.b", "a:b:c", "a:b.c", "a-b:C", ":C", "a:"]),
+        ("models[2].options", "", [["x"]]),
+        ("models[2].embeddings", "", ["yes"]),
+        ("models[2].batcher", "", [None]),
+        ("models[2].batcher.profile", "must be one of ", ["fast"]),
+        ("models[2].batcher.forming", "", ["random"]),
+        ("models[2].batcher.on_error", "", ["ignore"]),
+        ("models[2].batcher.batch_timeout_s", "", [-1]),
+        ("models[2].batcher.prefetch_batches", "", [-1]),
+        ("access.keys_env", "", ["no name"]),
+        ("access.keys_file", "on every node that runs an Ingress", ["keys.yaml", "~/keys.yaml", ""]),
+        ("access.trusted_proxies", "", ["127.0.0.1"]),
+        ("access.trusted_proxies[0]", NO_RANGE, ["haproxy", "10.0.0.0/33", "10.0.0", "", "fe80::%eth0/64"]),
+        ("access.trusted_proxies[0]", "the range is written 10.0.0.0/8", ["10.0.0.1/8"]),
+        ("access.trusted_proxies[0]", "the range is written 2001:db8::/32", ["2001:db8::1/32"]),
+        ("access.trusted_proxies[0]", "is a range of IPv4; write it as such", ["::ffff:10.0.0.0/104"]),
+        ("access.trusted_proxies[0]", "must be a range of addresses in quotes", [10, None]),
+        ("ingress.allow_origins[0]", "must be '*' or an origin", ["chat", "https://a/b", "ftp://x"]),
+        ("telemetry.tenants", "", [-1, 1_001]),
+        ("telemetry.metrics", "", ["maybe"]),
+        ("telemetry.request_log", "", ["xml"]),
+        ("telemetry.traces.endpoint", "must begin with http://, https:// or file://", ["c:4318", "http://"]),
+        ("telemetry.traces.sample_ratio", "", [1.1, -0.1]),
+        (
+            "batches.folder",
+            "must be an absolute path, or begin with ~/",
+            ["batches", "./x", "~no user/x", ""],
+        ),
+        ("batches.content", "must be an absolute path", ["here", ""]),
+        ("batches.database", NO_DATABASE, ["mysql://x", "redis://x", "postgresql://"]),
+        ("batches.retention_s", "", [3599]),
+        ("batches.deadlines", "", ["hope"]),
+        ("usage.ledger.folder", "must be an absolute path", ["usage"]),
+        ("usage.ledger.spool", "must be an absolute path", ["x"]),
+        ("usage.ledger.format", "", ["csv"]),
+        ("usage.prices.demo.input", "", [-1.0, math.inf]),
+        ("usage.prices.demo.batch_discount", "", [50.0, -0.1]),
+        ("usage.quotas.file", "must be an absolute path", ["quotas.yaml"]),
+        ("usage.quotas.database", NO_DATABASE, ["mysql://x"]),
+        ("usage.quotas.when_away", "", ["wait"]),
+        ("share_groups.night.sleep_level", "", [3]),
+    )
+    hosts = ["https://a.example", "a.example:80", "A.example", "*.example", "", "a/b", "-a", 5]
+    yield "models[0].engine.allowed_media_domains[0]", "", hosts
+    archives = ["http://169.254.169.254/latest", "file:///etc", "ftp://host/words", "zip://words.zip"]
+    chained = ["zip::s3://bucket/w.zip", "s3::http://host/words", "https://host/words::s3://bucket/x"]
+    others = ["reference://words", "memory://words", "s3", "S3://bucket/words", "://words", "words"]
+    demo = ["saturate://demo/../x", "saturate://other/letters"]
+    yield "models[0].adapters[0].source", NO_SOURCE, [*archives, *chained, *others, *demo]
 
 
-@pytest.mark.parametrize(("path", "args"), list(bad_values()))
-def test_a_bad_value_is_refused_with_its_path_and_itself(path: str, args: JSON) -> None:
-    (line,) = mistakes(args)
-    assert line.startswith(f"{path}: ")
-    value: Any = args
-    for part in path.removeprefix("args.").replace("[", ".").replace("]", "").split("."):
-        value = value[int(part) if part.isdigit() else part]
-    assert line.endswith(f", not {value!r}")
+@pytest.mark.parametrize(("path", "words", "values"), list(wrong_values()))
+def test_a_wrong_value_is_refused_with_its_path_and_itself(path: str, words: str, values: list[Any]) -> None:
+    for value in values:
+        (line,) = mistakes(put({path: value}))
+        assert line.startswith(f"args.{path}: ")
+        assert words in line if words else line.endswith(f", not {value!r}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"models[0].kind": "lm"}, ".models[0].kind: Input should be 'llm' or 'function', not 'lm'"),
+        ({"models[1].target": "a:B"}, ".models[1].target: unknown key; configs/reference.md has them all"),
+        ({"models[2].source": "x"}, ".models[2].source: unknown key; allowed here: id, kind, target"),
+        ({"models[0].id": "rank"}, ": models: the id 'rank' is used twice"),
+        ({"models[1].adapters": [{"source": "/a", "id": "demo"}]}, ": models: the id 'demo' is used twice"),
+        (
+            {"models[0].adapters": [{"source": "/a/x"}, {"source": "/b/x"}]},
+            ".models[0]: adapters[1].id: 'demo:x' is used twice",
+        ),
+        (
+            {"models[0].adapters[0].pinned": True, "models[0].engine.max_loras": 1},
+            ".models[0]: adapters: 1 are pinned, and the engine has 1 slots",
+        ),
+        ({"models[0].engine.enable_lora": False}, ".models[0]: engine.enable_lora: must be true"),
+        (
+            {"models[0].engine.extra": {"worker_extension_cls": "a.B"}},
+            ".models[0]: engine.extra.worker_extension_cls: an engine with adapters",
+        ),
+        (
+            {"models[0].engine.extra": {"max_num_seqs": 5}},
+            ".models[0].engine: extra.max_num_seqs: put max_num_seqs directly under engine",
+        ),
+        # tests/serve_app/models/test_vllm_options.py has all options that do nothing here.
+        ({"models[0].engine.extra": {"port": 5}}, ".models[0].engine: extra.port: "),
+        (
+            {"models[0].multimodal": False},
+            ".models[0]: multimodal: must be true, since engine.allowed_media_domains names hosts",
+        ),
+        ({"models[0].engine.runner": "pooling"}, ".models[0]: sampling: a pooling model samples nothing"),
+        ({"models[0].engine.convert": "embed"}, ".models[0]: sampling: a pooling model samples nothing"),
+        (
+            {"models[3].engine.runner": "pooling"},
+            ".models[3]: engine.runner: a simulated device runs no pooling model",
+        ),
+        ({"models[0].sampling.stop": ["x", 5]}, ".models[0].sampling.stop[1]: "),
+        (
+            {"models[2].batcher.min_batch_size": 9},
+            ".models[2].batcher: min_batch_size must be at most max_batch_size=8, not 9",
+        ),
+        ({"access": {}}, ".access: give keys_file or keys_env"),
+        (
+            {"ingress.max_bytes_in_flight": 1999},
+            ".ingress: max_bytes_in_flight: must be at least twice max_body_bytes, which is 1000",
+        ),
+        (
+            {"batches.database": "postgresql://x/y", "batches.database_env": "X"},
+            ".batches: give database or database_env",
+        ),
+        (
+            {"batches.max_file_bytes": 5},
+            ".batches: max_line_bytes: must be at most max_file_bytes, which is 5",
+        ),
+        (
+            {"batches.max_tenant_bytes": 5},
+            ".batches: max_file_bytes: must be at most max_tenant_bytes, which is 5",
+        ),
+        ({"batches.max_batches": 9}, ".batches: max_open_batches: must be at most max_batches, which is 9"),
+        (
+            {"usage.quotas.database": "redis://x", "usage.quotas.database_env": "X"},
+            ".usage.quotas: give one of folder, database and database_env",
+        ),
+        ({"share_groups.other": {}}, ": share_groups.other: no model has share: other"),
+        (
+            {"models[0].share": "night", "models[0].simulate": "h100-8b"}
+            | {"share_groups.night": {"min_turn_s": 6, "max_wait_s": 11}},
+            ": share_groups.night.max_wait_s: with min_turn_s 6 each of 3 models may wait 12 s",
+        ),
+        (
+            {"models[1].share": "night"},
+            ": share: models of 'night' are on simulated devices and on real ones",
+        ),
+        (
+            {f"models[{place}].share": "day" for place in (0, 1)}
+            | {f"models[{place}].engine.gpu_memory_utilization": 0.985 for place in (0, 1)},
+            ": share: the group 'day' doesn't fit its device: demo "
+            "takes 0.985 awake, and 1 others 0.02 asleep; "
+            "that is 1.005 of 1",
+        ),
+        (
+            {"models": [SIMULATED | {"id": f"m{place}"} for place in range(7)]},
+            ": share: the group 'night' doesn't fit its device: m0 "
+            "takes 72 GB awake, and 6 others 9.6 GB asleep; "
+            "that is 81.6 of 80 GB",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(changes: dict[str, Any], line: str) -> None:
+    (found,) = mistakes(put(changes))
+    assert found.startswith(f"args{line}")
+
+
+def test_quotas_need_a_place_for_their_state() -> None:
+    without = {key: value for key, value in FULL.items() if key != "batches"}
+    assert mistakes(without) == ["args: usage.quotas: give folder, database or database_env for their state"]
 
 
 @pytest.mark.parametrize(
     ("args", "path"),
-    [({}, "args.models"), ({"models": [{"source": "x"}]}, "args.models[0].id")],
+    [
+        ({}, "models"),
+        ({"models": [{"source": "x"}]}, "models[0].id"),
+        ({"models": [{"id": "x"}]}, "models[0].source"),
+        (put({"telemetry.traces": {}}), "telemetry.traces.endpoint"),
+        (put({"batches": {}}), "batches.folder"),
+        (put({"usage.prices.demo": {}}), "usage.prices.demo.input"),
+    ],
 )
-def test_a_missing_key_is_an_error_with_its_path(args: JSON, path: str) -> None:
-    assert mistakes(args) == [f"{path}: required, but missing"]
+def test_a_missing_key_is_named(args: JSON, path: str) -> None:
+    assert mistakes(args) == [f"args.{path}: required, but missing"]
 
 
-@pytest.mark.parametrize("args", [None, [], "demo"])
-def test_args_have_to_be_a_mapping(args: object) -> None:
+@pytest.mark.parametrize("args", [None, [], "demo", FULL | {8000: "x"}])
+def test_args_are_a_mapping_with_texts_as_keys(args: object) -> None:
     (line,) = mistakes(args)
-    assert line.startswith("args: ")
-
-
-def test_a_key_that_is_not_a_string_is_an_error() -> None:
-    (line,) = mistakes(one() | {8000: "x"})
     assert line.startswith("args")
-    assert "8000" in line
 
 
-def test_all_errors_are_reported_at_once() -> None:
+SECTIONS = ["", "ingress", "access", "telemetry", "telemetry.traces", "batches", "usage", "usage.ledger"]
+SECTIONS += ["usage.quotas", "usage.quotas.tenants.a", "usage.prices.demo", "share_groups.night"]
+SECTIONS += [f"models[{place}]" for place in range(3)] + ["models[2].batcher"]
+SECTIONS += [f"models[0].{key}" for key in ("engine", "batcher", "batcher.goals", "sampling", "adapters[0]")]
+
+
+FIELDS = {path: list(type(at(path, parse(FULL))).model_fields) for path in SECTIONS}
+
+
+@given(path=st.sampled_from(SECTIONS), key=st.text(), value=st.none() | st.integers() | st.text())
+def test_an_unknown_key_anywhere_is_refused_with_its_path(path: str, key: str, value: object) -> None:
+    allowed = FIELDS[path]
+    if key in allowed:
+        return
+    args = put({})
+    section: Any = args
+    for step in steps(path):
+        section = section[step]
+    section[key] = value
+    with pytest.raises(SettingsError) as caught:
+        parse(args)
+    message = str(caught.value)
+    where = f"args.{path}.{key}" if path else f"args.{key}"
+    assert f"  {where}: unknown key; " in message
+    if len(allowed) <= FEW and "did you mean" not in message:
+        assert f"allowed here: {', '.join(allowed)}" in message
+    # The message stays short, however many keys there are.
+    assert len(message) < 400 + 10 * len(repr(key) + repr(value))
+    assert "1 mistake:" in message
+
+
+def test_the_closest_keys_are_named() -> None:
+    (line,) = mistakes(put({"models[0].engine.max_model_length": 4096}))
+    assert line == "args.models[0].engine.max_model_length: unknown key; did you mean max_model_len?"
+    (line,) = mistakes(put({"batches.lines": 5}))
+    assert line == "args.batches.lines: unknown key; did you mean max_lines or deadlines?"
+
+
+def test_all_mistakes_are_reported_at_once() -> None:
     lines = mistakes({"models": [{"id": "demo", "engine": {"x": 1, "max_num_seqs": 0}}], "port": 1})
     assert [line.split(": ")[0] for line in lines] == [
         "args.models[0].source",
@@ -239,7 +436,5 @@ def test_all_errors_are_reported_at_once() -> None:
     ]
 
 
-def test_two_models_of_one_name() -> None:
-    model = {"id": "demo", "source": "x"}
-    (line,) = mistakes({"models": [model, {"id": "b", "source": "y"}, model]})
-    assert "the id 'demo' is used twice" in line
+def test_the_sections_of_the_full_args_are_all_sections() -> None:
+    assert set(FULL) == set(Settings.model_fields)
