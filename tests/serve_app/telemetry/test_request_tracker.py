@@ -1,4 +1,4 @@
-"""The outcome of a request, and its usage."""
+"""A request to the Ingress: its outcome and usage, its metrics, and its line in the log."""
 
 import asyncio
 from typing import Any
@@ -6,26 +6,68 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
+from serve_app.telemetry import catalogue
 from serve_app.telemetry.request_tracker import MAX_PENDING, TrackedRequest
 from tests.progress import STILL_S
 from tests.serve_app.telemetry.front import Front
 
 
-async def test_an_answer_has_its_usage(front: Front) -> None:
+async def test_an_answer_has_its_usage_and_one_time(front: Front) -> None:
     response = await front.ask("POST", "/answer")
     assert response.content == b"answer"
     (request,) = front.ended
     assert request.usage
     assert (request.usage.prompt_tokens, request.usage.output_tokens) == (12, 5)
     assert (request.usage.wait_s, request.usage.engine_s) == (0.5, 1.0)
+    assert len(front.metrics.of(catalogue.REQUEST_SECONDS, "m", "no")) == 1
+    assert front.metrics.of(catalogue.FIRST_TOKEN, "m") == []
 
 
-async def test_a_stream_has_its_times(front: Front) -> None:
+async def test_a_stream_has_a_first_token_and_a_time_per_token(front: Front) -> None:
     response = await front.ask("POST", "/stream")
     assert response.content == b"data: 1\n\ndata: [DONE]\n\n"
     (request,) = front.ended
     assert (request.outcome, request.streams, request.complete) == ("ok", True, True)
     assert request.started_at <= request.first_at <= request.ended_at
+    (whole,) = front.metrics.of(catalogue.REQUEST_SECONDS, "m", "yes")
+    (first,) = front.metrics.of(catalogue.FIRST_TOKEN, "m")
+    assert (whole, first) == (request.seconds, request.first_at - request.started_at)
+    assert front.metrics.of(catalogue.PER_TOKEN, "m") == [pytest.approx((whole - first) / 4)]
+    assert front.metrics.of(catalogue.PATH_SECONDS, "m") == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "outcome", "series"),
+    [
+        ("POST", "/answer", 200, "ok", ("m", "ok", "200")),
+        ("POST", "/stream", 200, "ok", ("m", "ok", "200")),
+        ("POST", "/stream?broken=1", 200, "failed", ("m", "failed", "200")),
+        # The error event of a stream.
+        ("POST", "/stream?failed=1", 200, "failed", ("m", "failed", "200")),
+        ("POST", "/answer?status=400", 400, "refused", ("m", "refused", "400")),
+        ("POST", "/answer?status=408", 408, "expired", ("m", "expired", "408")),
+        ("POST", "/answer?status=429", 429, "rejected", ("m", "rejected", "429")),
+        ("POST", "/answer?status=503", 503, "failed", ("m", "failed", "503")),
+        # The status is known after the head of the answer.
+        ("POST", "/answer?late=503", 503, "failed", ("m", "failed", "503")),
+        ("GET", "/fail", 500, "failed", ("none", "failed", "500")),
+        ("GET", "/no/such/path", 404, "refused", ("none", "refused", "404")),
+        ("POST", "/health", 405, "refused", ("none", "refused", "405")),
+        # A probe that succeeds is not counted.
+        ("GET", "/health", 200, "ok", None),
+    ],
+)
+async def test_a_request_is_counted_by_its_outcome_and_status(
+    front: Front, method: str, path: str, status: int, outcome: str, series: tuple[str, ...] | None
+) -> None:
+    await front.ask(method, path)
+    (request,) = front.ended
+    assert (request.status, request.outcome, request.reportable) == (status, outcome, series is not None)
+    assert front.metrics.series(catalogue.REQUESTS) == ({series} if series else set())
+    # Times of failed requests would distort the times of answers.
+    timed = outcome == "ok" and request.model == "m"
+    times = front.metrics.series(catalogue.REQUEST_SECONDS) | front.metrics.series(catalogue.FIRST_TOKEN)
+    assert bool(times) == timed
 
 
 async def test_a_client_may_leave_when_it_has_the_last_event(front: Front) -> None:
@@ -48,26 +90,6 @@ async def test_a_client_may_leave_when_it_has_the_last_event(front: Front) -> No
     assert [request.outcome for request in front.ended] == ["ok"]
 
 
-@pytest.mark.parametrize("end", ["broken", "failed"])
-async def test_a_stream_without_usage_or_with_an_error_event_has_failed(front: Front, end: str) -> None:
-    await front.ask("POST", f"/stream?{end}=1")
-    assert [request.outcome for request in front.ended] == ["failed"]
-
-
-@pytest.mark.parametrize(
-    ("status", "outcome"), [(400, "refused"), (408, "expired"), (429, "rejected"), (503, "failed")]
-)
-async def test_the_status_of_an_error_is_its_outcome(front: Front, status: int, outcome: str) -> None:
-    await front.ask("POST", f"/answer?status={status}")
-    assert [(request.status, request.outcome) for request in front.ended] == [(status, outcome)]
-
-
-async def test_the_status_of_an_answer_that_began_before_it_was_known(front: Front) -> None:
-    response = await front.ask("POST", "/answer?late=503")
-    assert response.status_code == 200
-    assert [(request.status, request.outcome) for request in front.ended] == [(503, "failed")]
-
-
 async def test_a_client_that_leaves_cancels(front: Front) -> None:
     task = asyncio.ensure_future(front.ask("GET", "/hang"))
     await asyncio.wait_for(front.begun.wait(), STILL_S)
@@ -76,24 +98,8 @@ async def test_a_client_that_leaves_cancels(front: Front) -> None:
     await asyncio.wait([task])
     front.tracker()
     assert [(request.model, request.outcome) for request in front.ended] == [("m", "cancelled")]
+    assert front.metrics.series(catalogue.REQUESTS) == {("m", "cancelled", "0")}
     assert front.tracker.under_way == 0
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "reportable"),
-    [
-        ("GET", "/health", False),
-        ("GET", "/no/such/path", True),
-        ("GET", "/fail", True),
-        ("POST", "/answer", True),
-        ("POST", "/health", True),
-    ],
-)
-async def test_only_probes_that_succeed_are_not_reportable(
-    front: Front, method: str, path: str, reportable: bool
-) -> None:
-    await front.ask(method, path)
-    assert [request.reportable for request in front.ended] == [reportable]
 
 
 async def test_the_requests_that_await_their_report_are_bounded(front: Front) -> None:

@@ -1,19 +1,6 @@
 """Labels of tenants."""
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from serve_app.telemetry.tenants import OTHER, TenantLabels
-
-
-@given(st.lists(st.dictionaries(st.integers(0, 300).map(str), st.integers(1, 1000)), max_size=60))
-def test_however_many_tenants_there_are_few_have_a_label(rounds: list[dict[str, int]]) -> None:
-    tenants = TenantLabels(3)
-    labels = set()
-    for costs in rounds:
-        tenants.round(costs)
-        labels |= {tenants.label(tenant) for tenant in costs}
-    assert len(labels - {OTHER}) <= 15
 
 
 def test_labels_run_out_however_often_the_top_changes() -> None:
