@@ -47,6 +47,7 @@ def generate(
     words: Sequence[str],
     machine: Callable[[], Machine],
     hub: Callable[[], Hub],
+    build: str | None = None,
 ) -> Generated:
     """Return the config for a model on this machine.
 
@@ -56,16 +57,18 @@ def generate(
         words: The user's command line after `saturate serve`, for the config's first comment.
         machine: Finds the devices.
         hub: Creates the client of the hub.
+        build: "cpu" or "gpu", the build of vLLM; None: the installed one.
 
     Raises:
         ModelError: The model can't be served here.
         OptionError: A value set by the user is wrong.
     """
     check(overrides)
+    build = build or installed_vllm.build()
     command = f"saturate serve {shlex.join(words)}"
     id = value_at(overrides, "model", "id")
     if name == NAME:
-        found, notes = _usable(machine(), needs_device=False)
+        found, notes = _usable(machine(), build, needs_device=False)
         service = demo_service(found, _head("The demo model", command, "no download", ()))
         config = _with(serve_config(replace(service, id=id) if id else service), overrides)
         return Generated(_checked(config), (*_demo_summary(service, found), *notes, *_address(config)))
@@ -74,7 +77,7 @@ def generate(
         # -1 means the longest context that fits, and so does a missing option.
         del given["max_model_len"]
     files = read_source(name, given.get("revision"), hub)
-    found, notes = _usable(machine(), needs_device=True)
+    found, notes = _usable(machine(), build, needs_device=True)
     copies = value_at(overrides, "deployment", "num_replicas")
     choice = choose(
         files,
@@ -91,13 +94,12 @@ def generate(
     return Generated(_checked(config), (*summary, *_address(config)))
 
 
-def _usable(machine: Machine, *, needs_device: bool) -> tuple[Machine, list[str]]:
+def _usable(machine: Machine, build: str | None, *, needs_device: bool) -> tuple[Machine, list[str]]:
     """Return the machine with the devices that the installed vLLM supports, and notes.
 
     Raises:
         ModelError: vLLM can't use the machine at all.
     """
-    build = installed_vllm.build()
     if machine.gpus and build == "cpu":
         note = (
             f"note       {_devices(machine)} found, but the installed vLLM is its CPU build; for GPUs: "

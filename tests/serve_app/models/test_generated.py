@@ -13,7 +13,6 @@ import pytest
 import yaml
 
 from serve_app.cli.serve_config import read_config
-from serve_app.models import installed_vllm
 from serve_app.models.devices import Machine
 from serve_app.models.errors import ModelError, OptionError
 from serve_app.models.generated import Generated, generate
@@ -70,13 +69,9 @@ def models(tmp_path: Path) -> FakeHub:
     return hub(tmp_path / "hub")
 
 
-@pytest.fixture(autouse=True)
-def build(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Install vLLM's CUDA build."""
-    monkeypatch.setattr(installed_vllm, "build", lambda: "gpu")
-
-
-def generated(name: str, on: Machine, hub: FakeHub, *settings: str, options: str = "") -> Generated:
+def generated(
+    name: str, on: Machine, hub: FakeHub, *settings: str, options: str = "", build: str = "gpu"
+) -> Generated:
     _, overrides = read_options(options.split(), [])
     words = [name, *options.split()]
     return generate(
@@ -85,6 +80,7 @@ def generated(name: str, on: Machine, hub: FakeHub, *settings: str, options: str
         words=words,
         machine=lambda: on,
         hub=lambda: hub,
+        build=build,
     )
 
 
@@ -103,41 +99,19 @@ def deployments(text: str) -> list[dict[str, Any]]:
     return found
 
 
-every_case = pytest.mark.parametrize("case", CASES)
-
-
-@every_case
-def test_the_config_is_the_one_in_the_file(case: str, models: FakeHub) -> None:
-    assert generated(*CASES[case], models).text == (GOLDEN / f"{case}.yaml").read_text()
-
-
-@every_case
-def test_the_config_passes_the_check_of_a_config_file(case: str, models: FakeHub, tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(generated(*CASES[case], models).text)
-    config = read_config(path)
-    assert [app.name for app in config.applications] == ["llm"]
-
-
-@every_case
-def test_every_value_has_a_comment(case: str) -> None:
-    assert unexplained((GOLDEN / f"{case}.yaml").read_text()) == []
-
-
-@every_case
-def test_lines_are_short(case: str) -> None:
-    comments = [
-        line for line in (GOLDEN / f"{case}.yaml").read_text().splitlines() if line.lstrip()[:1] == "#"
-    ]
-    assert max(map(len, comments)) <= 110
-
-
-@every_case
-def test_the_summary_has_about_ten_lines(case: str, models: FakeHub) -> None:
-    summary = generated(*CASES[case], models).summary
-    assert 3 <= len(summary) <= 12
-    assert summary[0].startswith("model ")
-    assert any("http://127.0.0.1:8000" in line for line in summary)
+@pytest.mark.parametrize("case", CASES)
+def test_the_config_is_the_file_and_passes_the_check_of_a_config(
+    case: str, models: FakeHub, tmp_path: Path
+) -> None:
+    found = generated(*CASES[case], models)
+    assert found.text == (GOLDEN / f"{case}.yaml").read_text()
+    (tmp_path / "config.yaml").write_text(found.text)
+    assert [app.name for app in read_config(tmp_path / "config.yaml").applications] == ["llm"]
+    assert unexplained(found.text) == []
+    assert max(len(line) for line in found.text.splitlines() if line.lstrip()[:1] == "#") <= 110
+    assert 3 <= len(found.summary) <= 12
+    assert found.summary[0].startswith("model ")
+    assert any("http://127.0.0.1:8000" in line for line in found.summary)
 
 
 def test_the_summary_is_the_one_in_the_docs(models: FakeHub) -> None:
@@ -154,24 +128,8 @@ def test_the_summary_says_what_was_chosen_and_why(models: FakeHub) -> None:
     assert "tools: llama3_json, reasoning: none" in said
 
 
-def test_two_gpus_have_a_replica_each(models: FakeHub) -> None:
-    text = generated(*CASES["llama-8b-two-h100"], models).text
-    ingress, engine = deployments(text)
-    assert engine["num_replicas"] == 2
-    assert engine["ray_actor_options"] == {"num_gpus": 1, "num_cpus": 4}
-    assert ingress["autoscaling_config"]["max_replicas"] == 4
-
-
-def test_four_gpus_share_a_large_model(models: FakeHub) -> None:
-    text = generated(*CASES["llama-70b-four-h100"], models).text
-    engine = model(text).engine
-    assert (engine.tensor_parallel_size, engine.distributed_executor_backend) == (4, "mp")
-    assert deployments(text)[1]["ray_actor_options"]["num_gpus"] == 4
-
-
-def test_a_cpu_has_the_settings_of_the_local_config(models: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installed_vllm, "build", lambda: "cpu")
-    text = generated(QWEN, machine(cores=8), models).text
+def test_a_cpu_has_the_settings_of_the_local_config(models: FakeHub) -> None:
+    text = generated(QWEN, machine(cores=8), models, build="cpu").text
     local = content((ROOT / "configs/local.yaml").read_text())["applications"][0]
     engine = local["args"]["models"][0]["engine"]
     same = ("max_num_seqs", "max_num_batched_tokens", "enforce_eager", "distributed_executor_backend")
@@ -181,9 +139,8 @@ def test_a_cpu_has_the_settings_of_the_local_config(models: FakeHub, monkeypatch
     assert deployments(text)[1]["ray_actor_options"] == {"num_cpus": 7}
 
 
-def test_a_build_for_the_cpu_leaves_gpus_alone(models: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installed_vllm, "build", lambda: "cpu")
-    found = generated(QWEN, machine(L4), models)
+def test_a_build_for_the_cpu_leaves_gpus_alone(models: FakeHub) -> None:
+    found = generated(QWEN, machine(L4), models, build="cpu")
     assert model(found.text).engine.gpu_memory_utilization is None
     assert any(
         "1 x NVIDIA L4 (23.7 GB) found, but the installed vLLM is its CPU build" in s for s in found.summary
@@ -293,7 +250,6 @@ def test_a_directory_is_named_by_its_path(tmp_path: Path, models: FakeHub) -> No
 
 def write(names: Sequence[str]) -> Iterator[Path]:
     """Write the files of some cases anew, and yield their paths."""
-    installed_vllm.build = lambda: "gpu"
     with tempfile.TemporaryDirectory() as folder:
         models = hub(Path(folder))
         for name in names:

@@ -102,11 +102,9 @@ def test_the_reason_of_a_context_names_the_requests_that_fit(context: int, reaso
 # Cores
 
 
-@pytest.mark.parametrize("cores", [1, 2, 4, 8, 9, 64])
-@pytest.mark.parametrize(
-    ("gpus", "replicas"), [(0, None), (0, 2), (0, 5), (0, 100), (1, None), (2, None), (2, 1), (8, None)]
-)
-def test_ray_has_the_cores_for_every_replica(cores: int, gpus: int, replicas: int | None) -> None:
+@given(st.integers(1, 64), st.integers(0, 8), st.data())
+def test_ray_has_the_cores_for_every_replica(cores: int, gpus: int, data: st.DataObject) -> None:
+    replicas = data.draw(st.none() | st.integers(1, gpus or 100))
     found = service(QWEN, machine(*[L4] * gpus, cores=cores), replicas=replicas)
     ingress, engine = values(found.ingress), values(found.deployment)
     most = ingress.get("num_replicas") or ingress["autoscaling_config"]["max_replicas"]
