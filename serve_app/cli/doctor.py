@@ -1,7 +1,6 @@
 """The command `saturate doctor`."""
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -80,11 +79,32 @@ def doctor(config: Path | None, address: str | None, as_json: bool) -> int:
     """
     if config is not None and not config.is_file():
         raise click.UsageError(f"{config}: there is no such file")
+    return report(check_input(config, address, MachineFacts()), CHECKS, as_json=as_json)
+
+
+def check_input(config: Path | None, address: str | None, machine: MachineFacts) -> CheckInput:
+    """Return the input of the checks.
+
+    Args:
+        config: The config; None: no config.
+        address: Ray cluster for the service; None: the cluster in RAY_ADDRESS of the environment.
+        machine: The machine.
+    """
+    address = address or machine.environment.get("RAY_ADDRESS")
     needs = Needs() if config is None else read_needs(config)
-    address = address or os.environ.get("RAY_ADDRESS")
-    case = CheckInput(MachineFacts(), needs, None if address == "local" else address)
+    return CheckInput(machine, needs, None if address == "local" else address)
+
+
+def report(case: CheckInput, checks: Mapping[str, Check], *, as_json: bool) -> int:
+    """Print the findings of checks; return the exit code.
+
+    Args:
+        case: Input of the checks.
+        checks: The checks by name.
+        as_json: Whether to print one JSON object.
+    """
     found = []
-    for name, finding in examine(case, CHECKS):
+    for name, finding in examine(case, checks):
         found.append((name, finding))
         if not as_json:
             _show(name, finding)

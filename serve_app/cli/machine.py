@@ -13,8 +13,11 @@ from typing import NamedTuple
 
 import psutil
 
+from serve_app.cli.errors import LaunchError
+from serve_app.cli.runs import MARK, RunningService, find_runs
 from serve_app.system.gpus import Devices, read_devices
 from serve_app.system.limits import Space, available_cores, available_memory
+from serve_app.system.processes import Listener, environment, listeners
 
 
 class Process(NamedTuple):
@@ -154,3 +157,28 @@ class MachineFacts:
     def _folder(module: str) -> Path | None:
         found = importlib.util.find_spec(module)
         return None if found is None or found.origin is None else Path(found.origin).parent
+
+    # Services and ports
+
+    def services(self) -> list[RunningService]:
+        """Return the services of this machine, also services whose launcher was killed."""
+        return find_runs()
+
+    def mark_of(self, pid: int) -> str:
+        """Return the mark of the service that started a process; empty without a service."""
+        return environment(pid).get(MARK, "")
+
+    def port_refusal(self, host: str, port: int) -> str:
+        """Return the reason why a port can't be used; empty if it can."""
+        # This imports Ray.
+        from serve_app.cli.preflight import check_port
+
+        try:
+            check_port(host, port, [])
+        except LaunchError as error:
+            return error.message
+        return ""
+
+    def listeners(self, port: int) -> list[Listener]:
+        """Return the processes of this user that listen on a port."""
+        return listeners(port)

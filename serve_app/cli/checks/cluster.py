@@ -16,7 +16,7 @@ CONNECT_S = 5.0
 DASHBOARD_PORT = 8265
 
 
-def check_cluster(case: CheckInput) -> Finding | None:
+def check_cluster(case: CheckInput, dashboard_port: int = DASHBOARD_PORT) -> Finding | None:
     """Check that the cluster can be reached, and has this machine's Ray version; None without a cluster."""
     address = case.address
     if not address:
@@ -46,10 +46,8 @@ def check_cluster(case: CheckInput) -> Finding | None:
             f"the cluster at {address} can't be reached ({reason})",
             "check the address and the network; `ray start --head` on the head starts one",
         )
-    dashboard = (
-        f"http://{host}:{port}" if parts.scheme in {"http", "https"} else f"http://{host}:{DASHBOARD_PORT}"
-    )
-    return _versions(case, address, dashboard)
+    served = port if parts.scheme in {"http", "https"} else dashboard_port
+    return _versions(case, address, f"http://{host}:{served}")
 
 
 def _versions(case: CheckInput, address: str, dashboard: str) -> Finding:

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from serve_app.cli.checks.finding import CheckInput, Finding, combined, ok, problem, warning
-from serve_app.cli.errors import LaunchError
-from serve_app.cli.runs import MARK, RunningService, find_runs
+from serve_app.cli.machine import MachineFacts
+from serve_app.cli.runs import RunningService
 from serve_app.ingress.haproxy import STATISTICS_HOST
-from serve_app.system.processes import Listener, environment, listeners
+from serve_app.system.processes import Listener
 
 DASHBOARD = range(8265, 8275)
 """Possible ports of Ray's dashboard, which takes the first free port; `saturate serve` tries them all."""
@@ -50,22 +50,23 @@ def ports(case: CheckInput) -> Iterator[Port]:
 
 def check_ports(case: CheckInput) -> Finding | None:
     """Check that the ports are free, and find the processes on busy ports."""
-    runs = [run for run in find_runs() if run.alive]
+    machine = case.machine
+    runs = [run for run in machine.services() if run.alive]
     needed = list(ports(case))
-    found = [finding for port in needed if (finding := _check(port, runs))]
-    if all(_refusal("127.0.0.1", port) for port in DASHBOARD):
+    found = [finding for port in needed if (finding := _check(machine, port, runs))]
+    if all(machine.port_refusal("127.0.0.1", port) for port in DASHBOARD):
         text = f"all ports from {DASHBOARD[0]} to {DASHBOARD[-1]}, for Ray's dashboard, are taken"
         found.append(problem(text, "end a program on one of these ports"))
     return combined(found) or ok(f"{', '.join(str(port.number) for port in needed)} are free")
 
 
-def _check(port: Port, runs: list[RunningService]) -> Finding | None:
-    reason = _refusal(port.host, port.number)
+def _check(machine: MachineFacts, port: Port, runs: list[RunningService]) -> Finding | None:
+    reason = machine.port_refusal(port.host, port.number)
     if not reason:
         return None
-    holders = listeners(port.number)
+    holders = machine.listeners(port.number)
     named = ", ".join(f"{one.name} (pid {one.pid})" for one in holders) or "a process of another user"
-    if own := _service(holders, runs):
+    if own := _service(machine, holders, runs):
         what = f"port {port.number} ({port.use}; {port.setting})"
         text = f"{what} is in use by the saturate service on port {own.port}"
         return warning(
@@ -79,22 +80,12 @@ def _check(port: Port, runs: list[RunningService]) -> Finding | None:
     )
 
 
-def _refusal(host: str, port: int) -> str:
-    """Return the reason why a port can't be used; empty if it can."""
-    # This imports Ray.
-    from serve_app.cli.preflight import check_port
-
-    try:
-        check_port(host, port, [])
-    except LaunchError as error:
-        return error.message
-    return ""
-
-
-def _service(holders: list[Listener], runs: list[RunningService]) -> RunningService | None:
+def _service(
+    machine: MachineFacts, holders: list[Listener], runs: list[RunningService]
+) -> RunningService | None:
     """Return the service of the first listening process that belongs to a service; None if there is none."""
     for one in holders:
-        mark = environment(one.pid).get(MARK)
+        mark = machine.mark_of(one.pid)
         for run in runs:
             if mark == run.mark or one.pid in run.processes():
                 return run
@@ -103,7 +94,7 @@ def _service(holders: list[Listener], runs: list[RunningService]) -> RunningServ
 
 def check_leftovers(case: CheckInput) -> Finding:
     """Check that no process of a killed service is left."""
-    runs = find_runs()
+    runs = case.machine.services()
     found = [
         warning(
             f"{len(run.processes())} processes of a killed service on port {run.port} are left",

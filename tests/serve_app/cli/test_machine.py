@@ -2,12 +2,15 @@
 
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from serve_app.cli.machine import MachineFacts
+from serve_app.cli.machine import MachineFacts, Owned
+from serve_app.cli.runs import MARK
+from tests.ports import free_port
 
 
 def write(path: Path, text: object) -> None:
@@ -47,6 +50,33 @@ def test_files_and_space(tmp_path: Path) -> None:
     space = here.space(tmp_path / "not" / "yet" / "made")
     assert 0 < space.free <= space.total
     assert here.may_write(tmp_path / "not" / "yet")
+
+
+def test_the_owner_of_a_file_and_of_a_link(tmp_path: Path) -> None:
+    here, file, link = MachineFacts(), tmp_path / "file", tmp_path / "link"
+    assert here.owned(file) is None
+    file.touch()
+    file.chmod(0o640)
+    link.symlink_to(file)
+    assert here.owned(file) == Owned(True, 0o640)
+    assert here.owned(link) == Owned(False, 0o640)
+
+
+def test_ports_and_the_programs_that_listen(taken: int) -> None:
+    here = MachineFacts()
+    assert "Address already in use" in here.port_refusal("127.0.0.1", taken)
+    assert os.getpid() in [one.pid for one in here.listeners(taken)]
+    assert here.port_refusal("127.0.0.1", free_port()) == ""
+    assert "192.0.2.1" in here.port_refusal("192.0.2.1", free_port())
+
+
+def test_the_mark_of_a_process_is_in_its_environment() -> None:
+    here = MachineFacts()
+    with subprocess.Popen(["sh", "-c", "echo; read line"], env={MARK: "x"}, stdin=-1, stdout=-1) as process:
+        assert process.stdout
+        process.stdout.readline()
+        assert (here.mark_of(process.pid), here.mark_of(os.getpid())) == ("x", "")
+        process.communicate(b"\n")
 
 
 def test_processes_of_this_user() -> None:

