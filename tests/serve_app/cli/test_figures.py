@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -212,12 +212,6 @@ def test_tenants_are_summed_over_models_and_sorted_by_their_tokens() -> None:
     assert (first.tenant, first.tokens_per_s) == ("acme", None)
 
 
-def test_the_entry_about_batches_is_passed_on() -> None:
-    found = look(polled(0.0, {}, batches={"error": "no replica"}))
-    assert found.body()["batches"] == {"error": "no replica"}
-    assert look(polled(0.0, {})).batches is None
-
-
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
 anything = scalars | st.lists(scalars, max_size=3) | st.dictionaries(st.text(max_size=5), scalars, max_size=3)
 entries = st.fixed_dictionaries(
@@ -237,7 +231,6 @@ entries = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(entries, max_size=3), st.lists(entries, max_size=3), anything, anything)
 def test_a_service_of_another_version_breaks_nothing(
     now: Any, before: Any, health: Any, batches: Any
@@ -273,24 +266,6 @@ def documented() -> dict[str, list[str]]:
     return found | {"figures": re.findall(r"`([^`]+)`", " ".join(rows))}
 
 
-def test_the_fields_of_the_json_are_those_of_the_docs() -> None:
-    body = shown().body()
-    assert list(body) == ["url", "time", "interval_s", "models", "tenants", "batches"]
-    assert body["time"] == "2026-11-01T12:00:00+00:00"
-    (model,) = body["models"]
-    assert list(model) == [
-        "id",
-        "state",
-        "detail",
-        "simulated",
-        "ready_replicas",
-        "figures",
-        "replicas",
-        "adapters",
-    ]
-    assert list(model["replicas"][0]) == ["replica", "statistics", "turn", "figures"]
-
-
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -309,4 +284,5 @@ def test_the_docs_name_every_field(name: str, kind: type) -> None:
 def test_a_view_is_json_as_it_is() -> None:
     body = shown().body()
     assert json.loads(json.dumps(body, allow_nan=False)) == body
+    assert (body["time"], body["batches"]) == ("2026-11-01T12:00:00+00:00", None)
     assert body["models"][0]["figures"]["waiting_by_tier"] == {"flex": 2}

@@ -1,6 +1,7 @@
 """The picture of a service's figures."""
 
 import io
+from collections.abc import Callable
 from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
@@ -66,104 +67,77 @@ BEFORE["demo"]["replicas"][0]["usage"]["engine"]["output"] = 100
 
 def test_a_line_has_all_figures_where_there_is_space() -> None:
     text = drawn(look(BUSY, BEFORE))
-    head, row = line(text, "model"), line(text, "demo")
-    assert head == (
+    assert line(text, "model") == (
         "model state running waiting by tier KV cache tokens out tok/s in tok/s req/s "
         "TTFT p50 TTFT p99 wait p50 wait p99 busy"
     )
-    assert row == (
+    assert line(text, "demo") == (
         "demo ready 1 48/64 12 2 priority, 10 flex 75% 98k/131k 200 0 5.0 31 ms 400 ms 0 ms 1.4 s 75%"
     )
+    assert line(text, "acme") == "acme 0 2 40 8 500"
 
 
-def test_the_tenants_have_lines() -> None:
-    assert line(drawn(look(BUSY, BEFORE)), "acme") == "acme 0 2 40 8 500"
+def test_a_narrow_terminal_keeps_the_more_important_columns() -> None:
+    heads = {width: line(drawn(look(BUSY, BEFORE), width), "model") for width in (160, 120, 100, 80, 60)}
+    for wider, narrower in pairwise(heads.values()):
+        assert len(narrower.split()) < len(wider.split())
+    assert all("waiting" in head and "out tok/s" in head for head in heads.values())
+    assert not any("busy" in heads[width] or "by tier" in heads[width] for width in (80, 60))
+    for width in (40, 20):
+        # `drawn` checks that the lines fit.
+        drawn(look(BUSY, BEFORE), width)
 
 
-@pytest.mark.parametrize("width", [120, 80, 60, 40, 20])
-def test_a_narrow_terminal_keeps_the_figures_that_matter(width: int) -> None:
-    text = drawn(look(BUSY, BEFORE), width)
-    if width >= 60:
-        assert "waiting" in text
-        assert "out tok/s" in text
-        assert "demo" in text
-    if width <= 80:
-        assert "busy" not in text
-        assert "by tier" not in text
-
-
-def test_the_more_important_column_stays() -> None:
-    heads = [line(drawn(look(BUSY, BEFORE), width), "model").split() for width in (160, 120, 100, 80, 60)]
-    for wider, narrower in pairwise(heads):
-        assert len(narrower) < len(wider)
-
-
-def test_a_goal_stands_beside_what_is_reached() -> None:
-    models = one(ttft_p99_s=0.4)
-    models["demo"]["replicas"][0]["goals"] = {"ttft_p99_s": 0.5}
-    text = drawn(look(models))
-    assert "400 ms of 500 ms" in text
-
-
-def test_what_is_not_known_yet_is_a_dash() -> None:
-    row = line(drawn(look(one())), "demo").split()
-    # Of tokens per second, before the second look.
-    assert "-" in row
-
-
-def test_several_replicas_have_lines_and_a_single_one_has_none() -> None:
-    assert "aaa" not in drawn(look({"demo": {"replicas": [llm("aaa")]}}))
-    text = drawn(look({"demo": {"replicas": [llm("aaa", running=2), {"replica": "bbb"}]}}))
-    assert line(text, "demo").startswith("demo ready 2 2/64")
-    assert line(text, "aaa").startswith("aaa 2/64")
-    assert line(text, "bbb").startswith("bbb no statistics")
-
-
-def test_replicas_that_do_not_answer_are_counted() -> None:
-    models = {"demo": {"replicas": [llm("a"), llm("b")]}}
-    text = drawn(look(models, health={"demo": {"state": "ready", "replicas": 3}}))
-    assert line(text, "demo").startswith("demo ready 2/3")
-
-
-def test_turns_are_shown_by_replica() -> None:
-    def entry(name: str, state: str) -> Any:
+def test_a_model_has_a_line_by_its_kind_and_state() -> None:
+    def turn(name: str, state: str) -> dict[str, Any]:
         return {"replicas": [llm(name) | {"turn": {"group": "gpu", "state": state}}]}
 
-    text = drawn(look({"one": entry("aaa", "awake"), "two": entry("bbb", "asleep")}))
-    assert line(text, "one").startswith("one ready 1")
-    assert line(text, "aaa").startswith("aaa awake")
-    assert line(text, "two").startswith("two asleep 1")
-    assert line(text, "bbb").startswith("bbb asleep")
+    models = {
+        "goal": {"replicas": [llm("g", ttft_p99_s=0.4) | {"goals": {"ttft_p99_s": 0.5}}]},
+        "two": {"replicas": [llm("aaa", running=2), {"replica": "bbb"}]},
+        "missing": {"replicas": [llm("c"), llm("d")]},
+        "awake": turn("eee", "awake"),
+        "sleepy": turn("fff", "asleep"),
+        "down": {"replicas": [], "error": "no answer\nat all"},
+        "idle": {"replicas": []},
+        "minilm": {"replicas": [{"replica": "f", "batcher": asdict(BatchStats(running=2))}]},
+        "played": {"replicas": [llm("only")]},
+    }
+    health = {
+        "missing": {"state": "ready", "replicas": 3},
+        "idle": {"state": "asleep", "replicas": 0},
+        "played": {"state": "ready", "replicas": 1, "simulated": "h100-8b"},
+    }
+    text = drawn(look(models, health=health))
+    lines = "\n".join(" ".join(one.split()) for one in ("", *text.splitlines()))
+    for begin in (
+        "two ready 2 2/64",
+        "aaa 2/64",
+        "bbb no statistics",
+        "missing ready 2/3",
+        "awake ready 1",
+        "eee awake",
+        "sleepy asleep 1",
+        "fff asleep",
+        "down error",
+        "down: no answer at all",
+        "idle asleep",
+        "minilm ready 1 2 0 -",
+        "played: on a simulated device, h100-8b",
+    ):
+        assert f"\n{begin}" in lines
+    assert "400 ms of 500 ms" in line(text, "goal")
+    # A single ordinary replica has no line of its own.
+    assert "only" not in text
 
 
-def test_models_without_replicas() -> None:
-    models = {"down": {"replicas": [], "error": "no answer\nat all"}, "idle": {"replicas": []}}
-    text = drawn(look(models, health={"idle": {"state": "asleep", "replicas": 0}}))
-    assert line(text, "down ").startswith("down error")
-    assert "down: no answer at all" in text
-    assert line(text, "idle").startswith("idle asleep")
-
-
-def test_a_simulated_device_is_named() -> None:
-    text = drawn(look(one(), health={"demo": {"state": "ready", "replicas": 1, "simulated": "h100-8b"}}))
-    assert "demo: on a simulated device, h100-8b" in text
-
-
-def test_adapters() -> None:
+def test_adapters_and_batches_have_a_line() -> None:
     listed = [{"id": f"a{number}", "pinned": not number, "resident": number < 2} for number in range(20)]
     text = drawn(look({"demo": {"replicas": [llm("a") | {"adapters": listed}]}}))
     assert line(text, "demo adapters").startswith(
         "demo adapters (loaded in replicas) a0 1/1 pinned, a1 1/1, a2 0/1"
     )
     assert f"{20 - MOST_ADAPTERS} more" in text
-
-
-def test_a_function_has_no_kv_cache() -> None:
-    models = {"minilm": {"replicas": [{"replica": "f", "batcher": asdict(BatchStats(running=2))}]}}
-    assert line(drawn(look(models)), "minilm").startswith("minilm ready 1 2 0 -")
-
-
-def test_a_line_about_batches() -> None:
     batches = {
         "batches": {"in_progress": 2, "validating": 0},
         "rows": {"waiting": 1_200, "in_flight": 64},
@@ -199,36 +173,14 @@ def test_names_can_not_steer_the_terminal_or_the_style() -> None:
     assert "[red]" in text
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (None, "-"),
-        (0, "0"),
-        (950, "950"),
-        (1_240, "1.2k"),
-        (99_960, "100k"),
-        (999_600, "1.0M"),
-        (4e12, "4.0T"),
-    ],
-)
-def test_counts(value: Any, text: str) -> None:
-    assert count(value) == text
+NUMBERS: list[tuple[Callable[[Any], str], dict[Any, str]]] = [
+    (count, {None: "-", 0: "0", 950: "950", 1_240: "1.2k", 99_960: "100k", 999_600: "1.0M", 4e12: "4.0T"}),
+    (rate, {None: "-", 0.0: "0", 0.44: "0.4", 12.4: "12", 1_240.0: "1.2k"}),
+    (seconds, {None: "-", 0.0: "0 ms", 0.0124: "12 ms", 0.9999: "1.0 s", 12.34: "12.3 s", 600.0: "10 min"}),
+    (share, {None: "-", 0.123: "12%"}),
+]
 
 
-@pytest.mark.parametrize(
-    ("value", "text"), [(None, "-"), (0.0, "0"), (0.44, "0.4"), (12.4, "12"), (1_240.0, "1.2k")]
-)
-def test_rates(value: float | None, text: str) -> None:
-    assert rate(value) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(None, "-"), (0.0, "0 ms"), (0.0124, "12 ms"), (0.9999, "1.0 s"), (12.34, "12.3 s"), (600.0, "10 min")],
-)
-def test_times(value: float | None, text: str) -> None:
-    assert seconds(value) == text
-
-
-def test_shares() -> None:
-    assert (share(None), share(0.123)) == ("-", "12%")
+@pytest.mark.parametrize(("shown", "values"), NUMBERS)
+def test_a_number_has_the_digits_that_matter(shown: Callable[[Any], str], values: dict[Any, str]) -> None:
+    assert {value: shown(value) for value in values} == values

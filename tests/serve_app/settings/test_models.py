@@ -27,7 +27,8 @@ def test_the_demo_model_is_in_the_package_and_other_sources_go_to_vllm() -> None
     assert path.parents[1].name == "serve_app"
     assert model(source="Qwen/Qwen2.5-7B-Instruct").path == "Qwen/Qwen2.5-7B-Instruct"
     simulated = {"id": "demo", "simulate": "h100-8b"}
-    assert parse({"models": [simulated]}).models[0].root == "saturate://demo"
+    (played,) = parse({"models": [simulated]}).models
+    assert (played.root, played.profile, model().profile) == ("saturate://demo", "h100-8b", None)
 
 
 def test_options_of_the_engine_are_the_set_ones_also_false_and_zero() -> None:

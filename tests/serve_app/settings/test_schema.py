@@ -350,6 +350,11 @@ def test_a_wrong_value_is_refused_with_its_path_and_itself(path: str, words: str
             "that is 1.005 of 1",
         ),
         (
+            {"models": [{"id": f"m{place}", "source": "x", "share": "night"} for place in range(6)]},
+            ": share: the group 'night' doesn't fit its device: m0 "
+            "takes 0.92 awake, and 5 others 0.1 asleep; that is 1.02 of 1",
+        ),
+        (
             {"models": [SIMULATED | {"id": f"m{place}"} for place in range(7)]},
             ": share: the group 'night' doesn't fit its device: m0 "
             "takes 72 GB awake, and 6 others 9.6 GB asleep; "
