@@ -22,18 +22,12 @@ The rest waits in the order of the batcher. Live jobs have no such bound: a job 
 no other live job up. As many jobs that run no model, such as those of `/tokenize`, run at once.
 """
 
-LONG_BYTES = 65_536
-"""A larger body of a job that runs no model takes long to tokenize."""
-
-LONG_AT_ONCE = 2
-"""Long bodies among the jobs that run no model at once: shorter bodies pass them by."""
-
-GRAMMAR, LONG, ADAPTER = "grammar", "long", "adapter "
+GRAMMAR, ADAPTER = "grammar", "adapter "
 """Needs of jobs beside cost; the last one is followed by the adapter's id."""
 
 
 class EngineLanes:
-    """The needs of jobs beside cost: places of adapters, the process that checks grammars, long bodies.
+    """The needs of jobs beside cost: places of adapters, the process that checks grammars.
 
     Args:
         adapters: The places of adapters on the device.
@@ -41,7 +35,7 @@ class EngineLanes:
 
     def __init__(self, adapters: AdapterSlots) -> None:
         self._adapters = adapters
-        self._free = {GRAMMAR: 1, LONG: LONG_AT_ONCE}
+        self._free = {GRAMMAR: 1}
 
     def take(self, need: str) -> bool:
         """Take a need for one job; False: there is none left now."""
@@ -274,8 +268,6 @@ class Door:
         if job.grammars and self.grammars.unknown(job.grammars):
             needs += (GRAMMAR,)
         if not facts.runs:
-            if facts.size > LONG_BYTES:
-                needs += (LONG,)
             return self._texts.slot(
                 0,
                 priority=job.scheduling.priority,

@@ -1,20 +1,12 @@
 """Watches over a replica: its engine has to make progress, and its event loop has to turn."""
 
 import asyncio
+import faulthandler
 import logging
 import os
-import sys
-import threading
 import time
-import traceback
-from collections.abc import Callable, Iterable
-from pathlib import PurePath
-from types import FrameType
+from collections.abc import Callable
 from typing import TYPE_CHECKING
-
-from serve_app.api.headers import request_id
-from serve_app.relay.request import RelayRequest
-from serve_app.system.rounds import Rounds
 
 if TYPE_CHECKING:
     # vLLM takes seconds and a gigabyte.
@@ -36,10 +28,10 @@ BOUND_S = 1.0
 """Seconds for which the loop may be held."""
 
 TICK_S = 0.25
-"""Seconds between two ticks of the loop, and between two looks of the thread at them."""
+"""Seconds between two ticks of the loop."""
 
-FRAMES = 8
-"""Innermost calls in a report."""
+STDERR = 2
+"""File descriptor of standard error, also where Python's `sys.stderr` is another file."""
 
 
 class EngineWatch:
@@ -132,88 +124,52 @@ class EngineWatch:
 
 
 class LoopWatch:
-    """A thread that looks whether the event loop turns, and logs what it does if it doesn't.
+    """Reports an event loop that is held: no request of the replica gets on meanwhile.
 
-    While the loop is held, no request of the replica gets on. Nothing is done per request: the request is
-    found in the stack of the loop's thread.
+    Python's `faulthandler` writes the calls of all threads while the loop is held, without the interpreter's
+    lock; the log tells how long it was.
 
     Args:
         bound_s: Seconds for which the loop may be held.
-        tick_s: Seconds between two looks.
+        tick_s: Seconds between two ticks of the loop.
+        stacks: File descriptor that gets the calls; by default standard error.
     """
 
-    def __init__(self, bound_s: float = BOUND_S, tick_s: float = TICK_S) -> None:
+    def __init__(self, bound_s: float = BOUND_S, tick_s: float = TICK_S, stacks: int = STDERR) -> None:
         self._bound_s = bound_s
         self._tick_s = tick_s
+        self._stacks = stacks
         self._longest_s = 0.0
-        self._reported_tick = 0.0
-        self._stopped = threading.Event()
 
     def start(self) -> "LoopWatch":
         """Start, on the running loop."""
         self._loop = asyncio.get_running_loop()
-        self._loop_thread = threading.get_ident()
-        self._ticked_at = time.monotonic()
-        self._timer = self._loop.call_later(self._tick_s, self._tick)
-        threading.Thread(target=self._watch, name="loop-watch", daemon=True).start()
+        self._arm()
         return self
 
     def stop(self) -> None:
         """Stop, on the loop."""
-        self._stopped.set()
         self._timer.cancel()
+        faulthandler.cancel_dump_traceback_later()
 
     def take_longest(self) -> float:
         """Return the longest seconds for which the loop was held since the last call."""
         longest_s, self._longest_s = self._longest_s, 0.0
         return longest_s
 
-    def _tick(self) -> None:
-        held_s, last = self._held_s(), self._ticked_at
-        self._longest_s = max(self._longest_s, held_s)
+    def _arm(self) -> None:
         self._ticked_at = time.monotonic()
-        if self._reported_tick == last:
-            logger.error("the event loop turns again; it was held for %.1f s", held_s)
+        faulthandler.dump_traceback_later(self._tick_s + self._bound_s, file=self._stacks)
         self._timer = self._loop.call_later(self._tick_s, self._tick)
 
-    def _held_s(self) -> float:
-        return max(0.0, time.monotonic() - self._ticked_at - self._tick_s)
-
-    def _watch(self) -> None:
-        rounds = Rounds("the watch over the event loop")
-        while not self._stopped.wait(self._tick_s):
-            # The loop goes on while its stack is read.
-            with rounds.round():
-                self._look()
-
-    def _look(self) -> None:
-        held_s, last = self._held_s(), self._ticked_at
-        if held_s < self._bound_s or self._reported_tick == last:
-            return
-        self._reported_tick = last
-        stack = [frame for frame, _ in traceback.walk_stack(sys._current_frames()[self._loop_thread])]
-        logger.error(
-            "the event loop has been held for %.1f s by %s; its innermost calls: %s",
-            held_s,
-            _request(stack) or "no known request",
-            ", ".join(map(_place, stack[:FRAMES])),
-        )
-
-
-def _request(stack: Iterable[FrameType]) -> str:
-    """Return the route and id of the request that a stack works on: an argument of one of its calls."""
-    for frame in stack:
-        for value in list(frame.f_locals.values()):
-            if isinstance(value, RelayRequest):
-                path, headers = value.path, value.headers
-            elif isinstance(value, dict) and value.get("type") == "http" and "headers" in value:
-                path, headers = value["path"], value["headers"]
-            else:
-                continue
-            return f"a request to {path} (id {request_id(headers) or None!r})"
-    return ""
-
-
-def _place(frame: FrameType) -> str:
-    path = PurePath(frame.f_code.co_filename)
-    return f"{'/'.join(path.parts[-2:])}:{frame.f_lineno} {frame.f_code.co_name}"
+    def _tick(self) -> None:
+        held_s = max(0.0, time.monotonic() - self._ticked_at - self._tick_s)
+        self._longest_s = max(self._longest_s, held_s)
+        if held_s >= self._bound_s:
+            logger.error(
+                "the event loop was held for %.1f s; the calls of that moment are in the standard error of "
+                "process %d",
+                held_s,
+                os.getpid(),
+            )
+        self._arm()

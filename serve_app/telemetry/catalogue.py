@@ -131,8 +131,8 @@ OUTPUT_TOKENS = Metric("saturate_output_tokens_total", "counter", "Tokens out, a
 LOOP_HELD = Metric(
     "saturate_loop_held_seconds",
     "gauge",
-    "Longest time in the last second for which an Engine replica's event loop was held; the log names the "
-    "cause",
+    "Longest time in the last second for which an Engine replica's event loop was held; its standard error "
+    "has the calls",
 )
 BATCH_RECORDS = Metric(
     "saturate_batch_records", "histogram", "Records in a batch of a function", ("model",), RECORDS

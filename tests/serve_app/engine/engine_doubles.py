@@ -13,7 +13,7 @@ from serve_app.api.errors import RequestError
 from serve_app.api.facts import Facts
 from serve_app.api.scheduling import Scheduling
 from serve_app.engine.adapters import AdapterSlots
-from serve_app.engine.door import GRAMMAR, LONG, LONG_AT_ONCE, STARTING, Door, EngineLanes
+from serve_app.engine.door import GRAMMAR, STARTING, Door, EngineLanes
 from serve_app.engine.grammars import Grammar, GrammarCheck
 from serve_app.engine.job import Job, current
 from serve_app.relay.request import RelayRequest
@@ -165,7 +165,7 @@ class Site:
         assert (stats.running, stats.running_cost, stats.queue_depth, stats.outside) == (0, 0, 0, 0)
         assert (self.texts.stats.running, self.texts.stats.queue_depth) == (0, 0)
         slots = self.adapters.slots
-        needs = [GRAMMAR, *[LONG] * LONG_AT_ONCE, *[f"adapter new-{number}" for number in range(slots.count)]]
+        needs = [GRAMMAR, *[f"adapter new-{number}" for number in range(slots.count)]]
         for need in needs:
             assert self.lanes.take(need), need
         for need in needs:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from batcher import Aborted, BatcherError, Closed, Expired, Oversize, QueueFull
 from serve_app.api.errors import RequestError
 from serve_app.engine.autoscaling import SEQUENCES, autoscaling_stats
-from serve_app.engine.door import LONG_AT_ONCE, LONG_BYTES, STARTING, refusal_of
+from serve_app.engine.door import STARTING, refusal_of
 from serve_app.engine.grammars import MAX_CHARS
 from serve_app.engine.job import WAITING, Job
 from tests.batcher.virtual import VirtualLoop, blocked, now, virtual
@@ -27,7 +27,6 @@ from tests.serve_app.engine.engine_doubles import (
 )
 
 WORDS, SUMS = "demo:words", "demo:sums"
-LONG = {"size": LONG_BYTES + 1}
 NO_MODEL = {"runs": False, "output": 0}
 
 
@@ -398,24 +397,6 @@ async def test_a_grammar_that_is_too_long_is_refused_without_a_slot() -> None:
 
 
 @virtual
-async def test_few_long_bodies_that_run_no_model_are_at_work_and_short_ones_pass_them() -> None:
-    async with opened() as site:
-        held = [new_job(facts=LONG | NO_MODEL) for _ in range(LONG_AT_ONCE)]
-        for each in held:
-            await site.door.admit(each)
-        waits = start(text(site, new_job(facts=LONG | NO_MODEL)))
-        await blocked()
-        assert site.texts.stats.queue_depth == 1
-        await text(site, new_job(facts=NO_MODEL))
-        assert not waits.done()
-        for each in held:
-            assert each.slot
-            each.slot.release()
-        await waits
-        site.check_free()
-
-
-@virtual
 async def test_jobs_that_run_no_model_wait_for_no_cache_and_no_adapter() -> None:
     async with opened(adapters=PlayedAdapters(1), max_running=1) as site:
         held = start(site.run(new_job(adapter=WORDS), 10.0))
@@ -432,8 +413,8 @@ async def test_jobs_that_run_no_model_wait_for_no_cache_and_no_adapter() -> None
 async def test_live_jobs_whose_prompts_take_long_to_make_hold_up_no_other_live_job() -> None:
     """Such as images, videos and long texts; background jobs whose prompts are made are few."""
     async with opened(capacity=100_000, background=1, max_starting=2) as site:
-        live = [new_job(facts=LONG | {"prompt": None}) for _ in range(20)]
-        live += [new_job(), new_job(facts=LONG)]
+        live = [new_job(facts={"prompt": None}) for _ in range(20)]
+        live += [new_job(), new_job()]
         tasks = [start(site.door.admit(job)) for job in live]
         await blocked()
         assert all(task.done() for task in tasks)
@@ -538,7 +519,7 @@ async def test_a_prompt_outlives_its_job() -> None:
 
 
 def hardest() -> Job:
-    return new_job(adapter=WORDS, body=grammar_body(0), facts=LONG | {"grammar": True})
+    return new_job(adapter=WORDS, body=grammar_body(0), facts={"grammar": True})
 
 
 @virtual
@@ -576,7 +557,6 @@ class Ask:
     at: int
     adapter: str
     grammar: int | None
-    long: bool
     prompts: int
     answers: int
     more: int
@@ -593,7 +573,6 @@ ASKS = st.builds(
     adapter=st.sampled_from(["", "", WORDS, SUMS, "demo:third"]),
     # A few grammars come again, and some are refused.
     grammar=st.one_of(st.none(), st.sampled_from([0, 3, 7, 11, -2])),
-    long=st.booleans(),
     prompts=st.integers(1, 4),
     answers=st.integers(1, 3),
     # Some bodies state fewer answers than vLLM finds.
@@ -634,7 +613,7 @@ class Schedule:
 
     async def ask(self, ask: Ask) -> None:
         await asyncio.sleep(ask.at / 10)
-        facts: dict[str, Any] = {"answers": ask.answers} | (LONG if ask.long else {})
+        facts: dict[str, Any] = {"answers": ask.answers}
         body: dict[str, Any] = {} if ask.grammar is None else {"body": grammar_body(ask.grammar / 10)}
         job = new_job(
             facts=facts,

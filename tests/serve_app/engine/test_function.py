@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import logging
 import threading
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ from serve_app.api.scheduling import Scheduling
 from serve_app.engine import function
 from serve_app.engine.accounts import Accounts
 from serve_app.engine.function import FunctionEngine
-from serve_app.engine.watchdog import LoopWatch
 from serve_app.ledger.rows import LedgerRow
 from serve_app.relay import frame
 from serve_app.relay.frame import unpack
@@ -24,7 +22,6 @@ from serve_app.relay.request import RelayRequest
 from serve_app.settings.models import FunctionSettings
 from serve_app.settings.schema import SettingsError, parse
 from serve_app.settings.usage import Quota, QuotasSettings, UsageSettings
-from tests.progress import STILL_S
 from tests.serve_app.quotas.fleet import QuotasHandle
 
 
@@ -314,35 +311,6 @@ async def test_the_loop_turns_while_a_large_answer_is_written(
     assert len(results) == 500
     # Ten results at most are written in one turn of the loop; the fields beside them in the last one.
     assert len(set(written)) >= 50
-    await engine.__del__()
-
-
-async def test_the_log_names_the_request_that_holds_the_loop(caplog: pytest.LogCaptureFixture) -> None:
-    engine = await build("Vectors", embeddings=True)
-    engine._loop_watch.stop()
-    engine._loop_watch = LoopWatch(bound_s=0.05, tick_s=0.01).start()
-    held = threading.Event()
-
-    class Watched(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            held.set()
-
-    handler = Watched()
-    logging.getLogger("ray.serve").addHandler(handler)
-
-    class Stuck(list[str]):
-        def __iter__(self) -> Any:
-            assert held.wait(STILL_S)
-            return super().__iter__()
-
-    async def hold(relayed: RelayRequest, *_: object) -> bytes:
-        return b"%d" % len(list(Stuck(["a"])))
-
-    vars(engine)["_answer_embeddings"] = hold
-    request = RelayRequest("POST", "/v1/embeddings", b"", [(b"x-request-id", b"r7")], b"{}")
-    assert [message async for message in engine.relay(request)]
-    logging.getLogger("ray.serve").removeHandler(handler)
-    assert "by a request to /v1/embeddings (id 'r7')" in caplog.text
     await engine.__del__()
 
 
