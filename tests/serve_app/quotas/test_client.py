@@ -179,6 +179,7 @@ async def test_a_request_that_never_fits_is_a_mistake_of_the_client() -> None:
     error = await refused(fleet.clients[0], 51)
     assert (error.status, error.param) == (400, "max_tokens")
     assert "tenant research: tokens_per_day 50" in error.message
+    end(await fleet.clients[0].reserve(TENANT, 50))
     fleet.stop()
 
 
@@ -232,6 +233,20 @@ async def test_a_client_that_leaves_while_it_waits_takes_nothing() -> None:
     task.cancel()
     await asyncio.wait([task])
     end(held, 0)
+    await fleet.settled()
+    assert fleet.used() == (0, 0)
+    fleet.stop()
+
+
+@virtual
+async def test_a_client_that_leaves_as_its_turn_comes_takes_nothing() -> None:
+    fleet = Fleet(Quota(tokens_per_minute=100), clients=1)
+    held = await fleet.clients[0].reserve(TENANT, 80)
+    task = asyncio.create_task(fleet.clients[0].reserve(TENANT, 50))
+    await asyncio.sleep(0.003)
+    end(held, 0)
+    task.cancel()
+    await asyncio.wait([task])
     await fleet.settled()
     assert fleet.used() == (0, 0)
     fleet.stop()
