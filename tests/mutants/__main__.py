@@ -10,6 +10,7 @@ import ast
 import ctypes
 import gc
 import importlib
+import itertools
 import json
 import os
 import signal
@@ -19,7 +20,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -59,8 +59,12 @@ OURS = {"batcher", "serve_app", "tests"}
 OWN_S, OTHERS_S = 15.0, 5.0
 """Most CPU seconds of tests for a fault: of its own room, and of other rooms."""
 
-STILL_S, BUSY_S = 90.0, 20.0
-"""A test hangs after so many seconds by the clock, or of CPU, beyond five times its usual CPU."""
+STILL_S, IDLE, BUSY_S = 30.0, 0.01, 20.0
+"""A test hangs that has used less than a hundredth of a core for 30 seconds, or 20 seconds of CPU more than
+five times its usual: one that waits for a busy core does neither."""
+
+LOOK_EACH = 20
+"""Turns of a tenth of a second between two looks at the CPU that was used."""
 
 CAUGHT = {"caught", "hung"}
 
@@ -134,11 +138,13 @@ class Plugin:
         self._tell(modules=[name for name in sys.modules if name.split(".")[0] in LIBRARIES])
 
 
-def run_pytest(report: Path, files: list[str], tests: list[str], *options: str) -> NoReturn:
+def run_pytest(copy: Path, report: Path, files: list[str], tests: list[str], *options: str) -> NoReturn:
     """Run pytest in this process, a fork, and end it."""
+    os.chdir(copy)
+    os.environ["PYTHONPATH"] = sys.path[0] = str(copy)
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     for name in [name for name in sys.modules if name.split(".")[0] in OURS]:
         del sys.modules[name]
-    sys.path[0] = os.getcwd()
     out = os.open(report.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(out, 1)
     os.dup2(out, 2)
@@ -154,8 +160,10 @@ def run_pytest(report: Path, files: list[str], tests: list[str], *options: str) 
     os._exit(int(code))
 
 
-def run(files: list[str], tests: list[str], usual_s: dict[str, float], *options: str) -> dict[str, Any]:
-    """Run tests in a fork of this process.
+def run(
+    copy: Path, files: list[str], tests: list[str], usual_s: dict[str, float], *options: str
+) -> dict[str, Any]:
+    """Run tests of a copy in a fork of this process.
 
     Returns:
         `ended`: the CPU seconds of each test that ended; `failed`: tests; `hung`: a test or ""; `modules`: of
@@ -165,15 +173,14 @@ def run(files: list[str], tests: list[str], usual_s: dict[str, float], *options:
     report = HOME / "report"
     report.write_text("")
     if not (child := os.fork()):
-        run_pytest(report, files, tests, *options)
-    test, since, since_s = "", time.monotonic(), 0.0
+        run_pytest(copy, report, files, tests, *options)
+    test, told, since, since_s, cpu_s = "", True, 0.0, 0.0, 0.0
     with report.open() as lines:
-        while True:
+        for turn in itertools.count():
             ended, _, used = os.wait4(child, os.WNOHANG)
             for line in lines:
-                what = json.loads(line)
-                test, since, since_s = what.get("test", test), time.monotonic(), tree_cpu_s()
-                found["modules"] = what.get("modules", [])
+                what, told = json.loads(line), True
+                test, found["modules"] = what.get("test", test), what.get("modules", [])
                 if "failed" in what:
                     found["failed"].append(what["failed"])
                 if "ended" in what:
@@ -181,14 +188,19 @@ def run(files: list[str], tests: list[str], usual_s: dict[str, float], *options:
             if ended:
                 cpu_s = used.ru_utime + used.ru_stime
                 break
-            patience_s = 5 * usual_s.get(test, STILL_S)
-            busy_s = (cpu_s := tree_cpu_s()) - since_s
-            if test and (busy_s > BUSY_S + patience_s or time.monotonic() - since > STILL_S + patience_s):
+            time.sleep(0.1)
+            if turn % LOOK_EACH:
+                continue
+            cpu_s = tree_cpu_s()
+            if told:
+                told, since, since_s = False, time.monotonic(), cpu_s
+            busy_s, still_s = cpu_s - since_s, time.monotonic() - since
+            most_s = BUSY_S + 5 * usual_s.get(test, 60.0)
+            if test and (busy_s > most_s or (still_s > STILL_S and busy_s < IDLE * still_s)):
                 found["hung"] = test
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
                 break
-            time.sleep(0.1)
     end_descendants()
     return found | {"cpu_s": round(cpu_s, 2)}
 
@@ -215,23 +227,21 @@ def end_descendants() -> None:
 
 
 @contextmanager
-def changed(texts: dict[str, str]) -> Iterator[None]:
-    """Have other texts in some files of the copy."""
-    before = {name: Path(name).read_text() for name in texts}
+def changed(path: Path, text: str) -> Iterator[None]:
+    """Have another text in a file."""
+    before = path.read_text()
     try:
-        write(texts)
+        write(path, text)
         yield
     finally:
-        write(before)
+        write(path, before)
 
 
-def write(texts: dict[str, str]) -> None:
-    """Write files, and remove their byte code: its age may be the same."""
-    for name, text in texts.items():
-        path = Path(name)
-        path.write_text(text)
-        for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
-            compiled.unlink()
+def write(path: Path, text: str) -> None:
+    """Write a file, and remove its byte code: its age may be the same."""
+    path.write_text(text)
+    for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
+        compiled.unlink()
 
 
 def reporting(file: str, text: str) -> str:
@@ -249,17 +259,18 @@ def reporting(file: str, text: str) -> str:
     return "".join(lines)
 
 
-def look(files: list[str]) -> dict[str, Any]:
-    """Run files of tests; return the CPU seconds of each test that passes, and the tests by function."""
-    module, reach = Path("mutants_reach.py"), HOME / "reach"
-    reach.unlink(missing_ok=True)
-    module.write_text(REACH)
+def look(copy: Path, files: list[str]) -> dict[str, Any]:
+    """Run files of tests in a copy whose functions say that they are reached.
+
+    Returns:
+        `times`: the CPU seconds of each test that passes; `reach`: the tests by function; and of `run`:
+        `failed`, `modules`, `cpu_s`.
+    """
+    reach = HOME / "reach"
+    reach.write_text("")
     os.environ["MUTANTS_REACH"] = str(reach)
-    names = [str(path.relative_to(Path.cwd())) for path in faults.product(Path.cwd())]
-    with changed({name: reporting(name, Path(name).read_text()) for name in names}):
-        found = run(files, [], {})
+    found = run(copy, files, [], {})
     del os.environ["MUTANTS_REACH"]
-    module.unlink()
     times = {test: cpu_s for test, cpu_s in found["ended"].items() if test not in found["failed"]}
     by_file: dict[str, set[str]] = defaultdict(set)
     for test in times:
@@ -275,11 +286,12 @@ def look(files: list[str]) -> dict[str, Any]:
     return told | {"times": times, "reach": {place: sorted(tests) for place, tests in by_function.items()}}
 
 
-def chunks(rooms: set[str]) -> Iterator[list[str]]:
+def chunks(copy: Path, rooms: set[str]) -> Iterator[list[str]]:
     """Yield the files of the tests of some rooms, some of a folder at a time."""
-    tops = [Path(folder) for room in rooms for folder in TESTS[room]]
+    tops = [copy / folder for room in rooms for folder in TESTS[room]]
     for folder in sorted({path.parent for top in tops for path in top.rglob("test_*.py")}):
-        files = [str(path) for path in sorted(folder.glob("test_*.py")) if str(path) not in SKIPPED]
+        files = [str(path.relative_to(copy)) for path in sorted(folder.glob("test_*.py"))]
+        files = [file for file in files if file not in SKIPPED]
         for start in range(0, len(files), CHUNK):
             yield files[start : start + CHUNK]
 
@@ -298,20 +310,20 @@ def chosen(fault: Fault, looks: dict[str, Any]) -> tuple[list[str], dict[str, fl
     found = []
     for tests, most_s in ((own, OWN_S), (others, OTHERS_S)):
         tests.sort(key=lambda test: (files[test.partition("::")[0]], test.partition("::")[0], times[test]))
-        sums = accumulate(times[test] for test in tests)
+        sums = itertools.accumulate(times[test] for test in tests)
         found += [test for test, sum_s in zip(tests, sums, strict=True) if sum_s <= most_s]
     return found, times
 
 
-def judge(fault: Fault, looks: dict[str, Any]) -> dict[str, Any]:
+def judge(copy: Path, fault: Fault, looks: dict[str, Any]) -> dict[str, Any]:
     """Return what the tests say of a fault: `outcome`, the test `by` which it is caught, `cpu_s`."""
-    text = faults.put(fault, Path.cwd())
+    text = faults.put(fault, copy)
     tests, times = chosen(fault, looks)
     if text is None or not tests:
         return {"outcome": "not reached", "by": "", "cpu_s": 0.0}
     files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
-    with changed({fault.file: text}):
-        found = run(files, tests, times, "-x")
+    with changed(copy / fault.file, text):
+        found = run(copy, files, tests, times, "-x")
     by = found["hung"] or next(iter(found["failed"]), "")
     if not by and len(found["ended"]) < len(tests):
         by = f"the end of the process after {len(found['ended'])} of {len(tests)} tests"
@@ -350,18 +362,22 @@ def results_of(commit: str) -> dict[str, Any]:
     return found
 
 
-def open_copy(commit: str) -> None:
-    """Have a copy of a commit's tree in the current folder."""
-    copy = HOME / commit
+def copy_of(commit: str, told: bool = False) -> Path:
+    """Return a copy of a commit's tree; its functions say that they are reached if that is to be told."""
+    copy = HOME / (f"{commit}-reach" if told else commit)
     if not copy.exists():
         subprocess.run(["git", "worktree", "prune"], check=True)
         added = ["git", "worktree", "add", "--detach", str(copy), commit]
         subprocess.run(added, check=True, capture_output=True)
         (copy / ".venv").symlink_to(sys.prefix)
-    subprocess.run(["git", "-C", str(copy), "checkout", "--quiet", "--force", commit], check=True)
-    os.chdir(copy)
-    os.environ["PYTHONPATH"] = str(copy)
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        for path in faults.product(copy) if told else ():
+            path.write_text(reporting(str(path.relative_to(copy)), path.read_text()))
+        if told:
+            (copy / "mutants_reach.py").write_text(REACH)
+    if not told:
+        # A run that was killed may have left its fault.
+        subprocess.run(["git", "-C", str(copy), "checkout", "--quiet", "--force", commit], check=True)
+    return copy
 
 
 def main() -> None:
@@ -382,7 +398,7 @@ def main() -> None:
     before = results_of(commit_of(arguments.against))["outcomes"] if arguments.against else {}
     results, state = HOME / f"{commit}.json", results_of(commit)
     listed = faults.read(LIST)
-    open_copy(commit)
+    copy, told = copy_of(commit), copy_of(commit, told=True)
     # Orphans of tests become children of this process, which ends them.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     for name in {name: None for seen in state["looks"].values() for name in seen["modules"]}:
@@ -390,22 +406,28 @@ def main() -> None:
             importlib.import_module(name)
     gc.collect()
     gc.freeze()
-    for files in chunks(rooms):
+    for files in chunks(copy, rooms):
         if files[0] not in state["looks"] and time.monotonic() < ends:
-            state["looks"][files[0]] = found = look(files)
+            state["looks"][files[0]] = found = look(told, files)
             results.write_text(json.dumps(state, indent=1))
             print(
                 f"{found['cpu_s']:5.0f} s  {files[0]} … fail without a fault: {found['failed']}", flush=True
             )
     outcomes, avoid = state["outcomes"], {fault.place for fault in listed}
     for fault in listed:
-        if fault.room in rooms and str(fault) not in outcomes:
+        known = outcomes.get(str(fault), {"outcome": "unknown"})
+        # What has survived gets another chance once more tests are known.
+        done = known["outcome"] in CAUGHT or known.get("looks") == len(state["looks"])
+        if fault.room in rooms and not done:
             if time.monotonic() > ends:
                 print("The time is over; the next run goes on from here.")
                 return
-            there = faults.find(fault, Path.cwd())
-            if put := there or faults.at_random(fault.room, Path.cwd(), str(fault), avoid):
-                outcome = judge(put, state["looks"]) | {"room": fault.room}
+            there = faults.find(fault, copy)
+            if put := there or faults.at_random(fault.room, copy, str(fault), avoid):
+                outcome = judge(copy, put, state["looks"]) | {
+                    "room": fault.room,
+                    "looks": len(state["looks"]),
+                }
                 outcomes[str(fault)] = outcome if there else outcome | {"instead": str(put)}
                 results.write_text(json.dumps(state, indent=1))
                 print(
