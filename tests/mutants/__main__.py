@@ -297,22 +297,29 @@ def chunks(copy: Path, rooms: set[str]) -> Iterator[list[str]]:
 
 
 def chosen(fault: Fault, looks: dict[str, Any]) -> tuple[list[str], dict[str, float]]:
-    """Return the tests for a fault, in their order, and their usual CPU seconds: cheap files come first."""
+    """Return the tests for a fault, in their order, and the usual CPU seconds of each.
+
+    The cheapest tests are chosen, as many as fit. Files with the name of the fault's module come first.
+    """
     times: dict[str, float] = {}
-    own: list[str] = []
-    others: list[str] = []
-    files: dict[str, float] = defaultdict(float)
     for seen in looks.values():
-        for test in seen["reach"].get(fault.place, ()):
-            times[test] = seen["times"][test]
-            files[test.partition("::")[0]] += times[test]
-            (own if test.startswith(TESTS[fault.room]) else others).append(test)
-    found = []
-    for tests, most_s in ((own, OWN_S), (others, OTHERS_S)):
-        tests.sort(key=lambda test: (files[test.partition("::")[0]], test.partition("::")[0], times[test]))
+        times |= {test: seen["times"][test] for test in seen["reach"].get(fault.place, ())}
+    found: list[str] = []
+    own = {test for test in times if test.startswith(TESTS[fault.room])}
+    for some, most_s in ((own, OWN_S), (times.keys() - own, OTHERS_S)):
+        tests = sorted(some, key=lambda test: (times[test], test))
         sums = itertools.accumulate(times[test] for test in tests)
         found += [test for test, sum_s in zip(tests, sums, strict=True) if sum_s <= most_s]
-    return found, times
+    files: dict[str, float] = defaultdict(float)
+    for test in found:
+        files[test.partition("::")[0]] += times[test]
+    name = Path(fault.file).stem
+
+    def order(test: str) -> tuple[bool, bool, float, str, float]:
+        file = test.partition("::")[0]
+        return name not in Path(file).stem, test not in own, files[file], file, times[test]
+
+    return sorted(found, key=order), times
 
 
 def judge(copy: Path, fault: Fault, looks: dict[str, Any]) -> dict[str, Any]:
