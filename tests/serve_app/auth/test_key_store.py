@@ -1,6 +1,5 @@
 """Valid keys, their permissions and addresses, and their reload."""
 
-import errno
 import gc
 import json
 import logging
@@ -255,15 +254,9 @@ def test_both_secrets_of_a_key_hold_while_its_clients_change(write: Callable[...
 @pytest.mark.parametrize(
     "broken",
     [
-        "",
         "- {name: sk-canary",
-        '[{"name": "x"}]',
-        json.dumps([entry("sk-a", expires="2027-01-31T12:00:00")]),
         json.dumps([entry("sk-a", allow_from=["sk-canary"])]),
         json.dumps([entry("sk-a"), entry("sk-b", sha256=[hash_key(b"sk-a")])]),
-        "- !!int sk-canary",
-        "- !!bool sk-canary",
-        "[" * 2_000,
         None,
     ],
 )
@@ -285,25 +278,6 @@ def test_a_broken_file_leaves_the_keys_and_warns_once(
     write([entry("sk-b")])
     keys.refresh()
     assert names(keys, "sk-a", "sk-b") == ["-", "b"]
-
-
-def test_the_file_is_watched_while_the_store_lives(
-    write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = set(threading.enumerate())
-    keys = KeyStore(AccessSettings(keys_file=str(write([]))))
-    looked = threading.Event()
-    monkeypatch.setattr(keys, "refresh", looked.set)
-    keys.watch(0.01)
-    assert looked.wait(LIMIT_S)
-    # Threads of other stores may not have ended yet.
-    (thread,) = set(threading.enumerate()) - before
-    del keys
-    # The patch holds the object too.
-    monkeypatch.undo()
-    gc.collect()
-    thread.join(LIMIT_S)
-    assert not thread.is_alive()
 
 
 class Looks(Clock):
@@ -351,7 +325,22 @@ def watched(write: Callable[..., Path], looks: Looks) -> KeyStore:
     return keys
 
 
-def test_an_unforeseen_error_is_logged_with_its_stack_and_the_change_is_read_later(
+def test_the_file_is_watched_while_the_store_lives(write: Callable[..., Path], looks: Looks) -> None:
+    before = set(threading.enumerate())
+    keys = KeyStore(AccessSettings(keys_file=str(write([entry("sk-a")]))), clock=looks)
+    keys.watch(0.01)
+    # Threads of other stores may not have ended yet.
+    (thread,) = set(threading.enumerate()) - before
+    write([entry("sk-b")])
+    looks.wait()
+    assert names(keys, "sk-a", "sk-b") == ["-", "b"]
+    del keys
+    gc.collect()
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
+
+
+def test_an_unforeseen_error_is_logged_and_the_change_is_read_later(
     watched: KeyStore, write: Callable[..., Path], looks: Looks, caplog: pytest.LogCaptureFixture
 ) -> None:
     looks.failing = True
@@ -463,11 +452,8 @@ def from_address(
         ("203.0.113.9", ["10.1.2.3"], 403),
         ("127.0.0.1", ["10.1.2.3"], 200),
         ("127.0.0.1", ["203.0.113.9"], 403),
+        # tests/serve_app/settings/test_addresses.py has all forms of the header.
         ("127.0.0.1", ["10.1.2.3, 203.0.113.9"], 403),
-        ("127.0.0.1", ["203.0.113.9, 10.1.2.3"], 200),
-        ("127.0.0.1", ["10.1.2.3", "203.0.113.9"], 403),
-        ("127.0.0.1", ["[2001:db8::7]:443"], 200),
-        ("127.0.0.1", ["10.1.2.3, unknown"], 403),
         ("127.0.0.1", [], 403),
     ],
 )
@@ -481,21 +467,3 @@ def test_without_trusted_proxies_the_header_does_not_count() -> None:
 
 def test_a_key_without_ranges_is_for_all_addresses() -> None:
     assert from_address(None, allow_from=None) == 200
-
-
-@pytest.mark.parametrize("error", [errno.EACCES, errno.EMFILE])
-def test_a_file_that_could_not_be_read_is_read_once_it_can(
-    write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, error: int
-) -> None:
-    keys = KeyStore(AccessSettings(keys_file=str(write([entry("sk-a")]))))
-    write([entry("sk-b")])
-
-    def fail(*_: object, **__: object) -> str:
-        raise OSError(error, os.strerror(error))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_text", fail)
-        keys.refresh()
-    assert names(keys, "sk-a", "sk-b") == ["a", "-"]
-    keys.refresh()
-    assert names(keys, "sk-a", "sk-b") == ["-", "b"]

@@ -131,7 +131,7 @@ def test_the_changed_entry_is_one_for_a_keys_file() -> None:
 
 
 @given(
-    steps=st.lists(st.tuples(st.sampled_from(["ada", "bob", "eve"]), st.booleans()), max_size=12),
+    steps=st.lists(st.tuples(st.sampled_from(["ada", "bob", "eve"]), st.booleans()), max_size=6),
     flow=st.sampled_from([None, True, False]),
 )
 def test_rotation_locks_no_secret_out_but_the_old_one_that_is_dropped(
