@@ -72,7 +72,7 @@ def wait_ready(
     with Client(url, timeout=httpx.Timeout(HEALTH_S)) as client:
         while (health := _health(client)).status != "ok":
             if serve.poll() is not None:
-                raise _failure(log(), serve.returncode, limits)
+                raise failure(log(), serve.returncode, limits)
             apps = dashboard.applications()
             for name, app in apps.items():
                 if app["status"] == "DEPLOY_FAILED":
@@ -104,7 +104,7 @@ def last_error(log: str) -> str:
     return next(rest, "").strip()[:MOST_SHOWN]
 
 
-def _failure(log: str, code: int, limits: Mapping[str, str]) -> LaunchError:
+def failure(log: str, code: int, limits: Mapping[str, str]) -> LaunchError:
     """Return the error for a `serve run` that ended before the service was ready.
 
     Args:

@@ -15,13 +15,10 @@ from typing import Any
 import pytest
 import yaml
 
-from serve_app.cli.errors import LaunchError
-from serve_app.cli.launch import launch, service_url
-from serve_app.cli.runs import find_runs
+from serve_app.cli.launch import service_url
 from serve_app.settings.completion import complete_config
 from serve_app.system.progress import Progress
 from tests.ports import free_port
-from tests.progress import wait_until
 from tests.serve_app.cli.launching import Command, Service
 from tests.serve_app.cli.services import config, write
 
@@ -39,19 +36,9 @@ def test_a_taken_port_ends_the_command_at_once(tmp_path: Path, taken: int) -> No
     command = Command(tmp_path, str(write(tmp_path, config(taken))))
     assert command.wait() == 1
     assert command.said.startswith(f"error: port {taken} on 127.0.0.1 can't be used (Address already in use)")
+    assert "http_options.port" in command.said
     assert "Traceback" not in command.said
-
-
-def test_no_process_is_started_if_the_port_is_taken(
-    tmp_path: Path, taken: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def start(*args: Any, **options: Any) -> None:
-        raise AssertionError("a process was started")
-
-    monkeypatch.setattr(subprocess, "Popen", start)
-    path = write(tmp_path, config(taken))
-    with pytest.raises(LaunchError, match=rf"port {taken} on 127\.0\.0\.1 .*in use.*http_options\.port"):
-        launch(path, verbose=False)
+    assert command.processes() == []
 
 
 def test_a_service_that_is_open_to_the_network_gets_a_warning(tmp_path: Path, taken: int) -> None:
@@ -72,14 +59,19 @@ def test_the_url_of_a_service_on_an_ipv6_address_has_brackets() -> None:
     ]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_the_service_in_order_and_leaves_nothing(start: Start, number: signal.Signals) -> None:
+    # A closed terminal sends SIGHUP, see below.
     service = start()
     service.hear_ready()
     assert "demo: starting" in service.said
     assert "serve's own log" not in service.said
     # The supervisor, `serve`, and two shells with a `sleep` each in sessions of their own.
     assert len(service.processes()) == 6
+    command = Path(f"/proc/{service.serve_run}/cmdline").read_text().split("\0")
+    (path,) = (Path(word) for word in command if word.endswith(".yaml"))
+    # The service runs the config with the variables that it leaves out.
+    assert yaml.safe_load(path.read_text()) == complete_config(yaml.safe_load(service.config.read_text()))
     service.signal(number)
     # A second one doesn't break off the stop.
     service.hear("Stopping")
@@ -89,16 +81,6 @@ def test_a_signal_stops_the_service_in_order_and_leaves_nothing(start: Start, nu
     assert service.processes() == []
     assert "Traceback" not in service.said
     assert service.logs() == []
-
-
-def test_what_runs_is_the_config_with_all_that_it_leaves_out(start: Start) -> None:
-    service = start()
-    service.hear_ready()
-    command = Path(f"/proc/{service.serve_run}/cmdline").read_text().split("\0")
-    (path,) = (Path(word) for word in command if word.endswith(".yaml"))
-    assert yaml.safe_load(path.read_text()) == complete_config(yaml.safe_load(service.config.read_text()))
-    service.signal(signal.SIGTERM)
-    assert service.wait() == 0
     assert not path.exists()
 
 
@@ -179,22 +161,6 @@ def test_sigkill_leaves_nothing(start: Start, killed: str) -> None:
     assert "Traceback" not in service.said
 
 
-def test_the_leftovers_of_a_killed_launcher_and_supervisor_can_be_found(start: Start) -> None:
-    """The one case in which processes stay, until the next `saturate serve` or `saturate stop`."""
-    service = start()
-    service.hear_ready()
-    service.kill(service.pid, service.supervisor)
-    service.wait()
-    (run,) = (run for run in find_runs() if run.port == service.port)
-    assert not run.alive
-    # One that is about to die is found by its environment, and has no folder any more.
-    wait_until(lambda: set(run.processes()) <= set(service.processes()), every_s=0.0)
-    assert service.processes("sleep")
-    run.end()
-    service.wait_gone()
-    assert service.stopped_in_order, "the kernel has told `serve run`"
-
-
 def test_a_service_ends_the_leftovers_of_a_killed_one(start: Start) -> None:
     killed = start()
     killed.hear_ready()
@@ -228,33 +194,12 @@ Traceback (most recent call last):
 """
 """The end of the log of a `serve run` that fails."""
 
-PROXY_DIED = (
-    "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.\n"
-    "\tclass_name: HAProxyManager\n\tactor_id: 1f"
-)
 
-SLOW = {
-    "Exception: The current node timed out during startup. This could happen because some of the raylet": (
-        "Ray did not start within 120 s"
-    ),
-    "TimeoutError: HTTP proxies not available after 60s.": "Ray Serve's proxy did not start within 60 s",
-    "RuntimeError: HAProxy (pid=5) did not take over the admin socket within 120 seconds.": (
-        "HAProxy did not start within 120 s"
-    ),
-    PROXY_DIED: "Ray Serve ended its proxy, which did not answer in time",
-    "RuntimeError: Timed out waiting for file /tmp/ray/gcs_server_port": "Ray did not start within 120 s",
-    "ray.exceptions.RpcError: Deadline Exceeded": (
-        "Ray did not start in time (ray.exceptions.RpcError: Deadline Exceeded)"
-    ),
-}
-
-
-@pytest.mark.parametrize("error", SLOW)
-def test_a_start_that_is_too_slow_is_tried_once_more_and_says_so(start: Start, error: str) -> None:
-    service = start(failures=[TRACE.format(error=error)])
+def test_a_start_that_is_too_slow_is_tried_once_more(start: Start) -> None:
+    service = start(failures=[TRACE.format(error="TimeoutError: HTTP proxies not available after 60s.")])
     service.hear_ready()
     (line,) = [line for line in service.said.splitlines() if "trying again" in line]
-    assert f"] {SLOW[error]}: " in line
+    assert "] Ray Serve's proxy did not start within 60 s: " in line
     assert re.search(r"load \d+ on \d+ core", line)
     assert "Traceback" not in service.said
     service.signal(signal.SIGTERM)
@@ -276,7 +221,8 @@ def test_a_start_that_is_too_slow_twice_is_an_error_of_one_line_and_a_log(start:
 
 
 def test_a_signal_after_a_start_that_was_too_slow_stops_the_second_one(start: Start) -> None:
-    service = start(failures=[TRACE.format(error=PROXY_DIED)], before=_signal_with_the_retry)
+    trace = TRACE.format(error="TimeoutError: HTTP proxies not available after 60s.")
+    service = start(failures=[trace], before=_signal_with_the_retry)
     assert service.wait() == 0
     assert "Ready" not in service.said
     assert service.processes() == []
@@ -305,21 +251,7 @@ def test_a_failed_start_says_the_last_error_and_names_the_log_with_the_stack(sta
     assert "Traceback" not in service.said
 
 
-def test_the_reason_of_haproxy_is_shown_and_not_its_version(start: Start) -> None:
-    error = (
-        "RuntimeError: HAProxy crashed during startup: [NOTICE]   (5) : haproxy version is 2.8.25\n"
-        "[NOTICE]   (5) : path to executable is haproxy\n"
-        "[ALERT]    (5) : Starting frontend stats: cannot bind socket [0.0.0.0:8404]"
-    )
-    service = start(failures=[TRACE.format(error=error)])
-    assert service.wait() == 1
-    assert (
-        "exit code 3: RuntimeError: HAProxy crashed during startup: Starting frontend stats: cannot bind "
-        "socket [0.0.0.0:8404]\n"
-    ) in service.said
-
-
-def test_with_verbose_the_log_is_shown_as_it_grows(start: Start) -> None:
+def test_the_option_verbose_shows_the_log_as_it_grows(start: Start) -> None:
     service = start(failures=[TRACE.format(error="ValueError: no such thing")], arguments=["--verbose"])
     assert service.wait() == 1
     assert "serve's own log\n" in service.said

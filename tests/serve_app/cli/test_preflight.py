@@ -1,6 +1,5 @@
 """Checks and preparations before a service starts."""
 
-import os
 import resource
 import stat
 from pathlib import Path
@@ -11,32 +10,11 @@ from serve_app.cli.errors import LaunchError
 from serve_app.cli.preflight import (
     OPEN_FILES,
     allow_open_files,
-    check_port,
     forget_dead_cluster,
     keep_token_private,
     starts_ray,
 )
-from serve_app.cli.runs import RunningService
 from tests.ports import free_port
-
-
-def test_a_port_of_another_program_is_an_error(taken: int) -> None:
-    with pytest.raises(LaunchError, match=rf"port {taken} on 127\.0\.0\.1 .*in use.*http_options\.port"):
-        check_port("127.0.0.1", taken, [])
-
-
-def test_a_port_of_a_service_is_an_error_that_names_its_process(taken: int) -> None:
-    run = RunningService(taken, os.getpid(), 0, 0)
-    with pytest.raises(LaunchError) as caught:
-        check_port("127.0.0.1", taken, [RunningService(1, 1, 0, 0), run])
-    assert str(caught.value) == (
-        f"saturate already serves on port {taken} (pid {os.getpid()}); "
-        f"`saturate stop --port {taken}` stops it"
-    )
-
-
-def test_a_free_port_is_no_error() -> None:
-    check_port("127.0.0.1", free_port(), [])
 
 
 def test_too_few_open_files_for_haproxy_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,11 @@ def test_leftovers_of_a_killed_service_are_ended(start: Start) -> None:
     service.hear_ready()
     service.kill(service.pid, service.supervisor)
     service.wait()
+    (left,) = (each for each in find_runs() if each.port == service.port)
+    assert not left.alive
+    assert service.processes("sleep")
     result = run("--port", str(service.port))
     assert result.exit_code == 0
     assert f"processes of a killed service on port {service.port}" in result.stderr
     service.wait_gone()
+    assert service.stopped_in_order, "the kernel interrupts `serve run` when its supervisor dies"

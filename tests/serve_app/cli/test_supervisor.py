@@ -109,14 +109,6 @@ def test_the_end_of_the_caller_interrupts_the_command() -> None:
         assert not run.orphan_lives
 
 
-def test_sigterm_interrupts_the_command() -> None:
-    with supervised() as run:
-        run.process.terminate()
-        assert run.hear() == "interrupted"
-        assert run.process.wait(LIMIT_S) == 4
-        assert not run.orphan_lives
-
-
 def test_signals_of_a_terminal_are_for_the_caller() -> None:
     with supervised() as run:
         run.process.send_signal(signal.SIGINT)
@@ -134,9 +126,3 @@ def test_a_command_that_ignores_the_interrupt_is_ended_after_its_time() -> None:
         assert run.process.wait(LIMIT_S) == 128 + signal.SIGTERM
         assert not run.orphan_lives
     assert time.monotonic() - begun < LIMIT_S
-
-
-def test_a_killed_supervisor_interrupts_the_command() -> None:
-    with supervised() as run:
-        run.process.kill()
-        assert run.hear() == "interrupted"
