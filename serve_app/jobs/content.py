@@ -40,11 +40,11 @@ MERGED_PARTS = 16
 FOLDER = "files"
 """The folder of the contents, beside the database."""
 
-DRAFT = re.compile(r"(?:(\d+)-)?[0-9a-f]{32}")
-"""Name of a draft; drafts of an earlier version have no epoch."""
+DRAFT = re.compile(r"(\d+)-[0-9a-f]{32}")
+"""Name of a draft: the epoch of its writer, and a random number."""
 
-PART = re.compile(r"(?:(\d+)-)?(\d{20})")
-"""Name of a part; parts of an earlier version have no epoch."""
+PART = re.compile(r"(\d+)-(\d{20})")
+"""Name of a part: the epoch of its writer, and its offset."""
 
 
 class Input(Protocol):
@@ -192,11 +192,6 @@ class DiskContent:
         with suppress(OSError):
             self.input(folder).rmdir()
 
-    def rename(self, name: str, to: str) -> None:
-        """Give a file another name, durably."""
-        self._move(self.input(name), to)
-        sync(self.input(name).parent)
-
     def _move(self, path: Path, name: str) -> None:
         to = self.input(name)
         if not to.parent.exists():
@@ -211,7 +206,7 @@ class ContentPart(NamedTuple):
     """A part of a content.
 
     Attributes:
-        epoch: Epoch of its writer; 0: an earlier version wrote it.
+        epoch: Epoch of its writer.
         start: Offset of its first byte.
         end: Offset after its last byte.
         name: Name in the storage.
@@ -254,7 +249,7 @@ class Content(Generic[I_co]):
         self._drafts = folder / "drafts"
         self._drafts.mkdir(0o700, parents=True, exist_ok=True)
         for path in self._drafts.iterdir():
-            if (found := DRAFT.fullmatch(path.name)) and int(found[1] or 0) < epoch:
+            if (found := DRAFT.fullmatch(path.name)) and int(found[1]) < epoch:
                 path.unlink(missing_ok=True)
 
     def path(self, id: str) -> I_co:
@@ -367,16 +362,6 @@ class Content(Generic[I_co]):
         self._storage.remove([_whole(id)])
         self._remove_parts(id)
 
-    def adopt(self, id: str) -> None:
-        """Make results that an earlier version has appended to one file the first part of a content.
-
-        May be called only when the batches are opened, for each content of an open batch.
-        """
-        disk: object = self._storage
-        # In object storage, that version wrote parts already.
-        if isinstance(disk, DiskContent) and self.size(id) is not None and not self._parts(id):
-            disk.rename(_whole(id), f"parts/{id}/{0:020d}")
-
     def _pieces(self, id: str, size: int, start: int) -> Iterator[bytes]:
         if self.size(id) is not None:
             yield from self._read(id, _whole(id), start, size)
@@ -423,7 +408,7 @@ class Content(Generic[I_co]):
         parts = []
         for file, size in self._storage.list(f"parts/{id}").items():
             if found := PART.fullmatch(file):
-                epoch, start = int(found[1] or 0), int(found[2])
+                epoch, start = int(found[1]), int(found[2])
                 parts.append(ContentPart(epoch, start, start + size, f"parts/{id}/{file}"))
         return parts
 

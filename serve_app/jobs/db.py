@@ -67,6 +67,9 @@ TYPES: dict[Any, sa.types.TypeEngine[Any]] = {
 }
 """Types of columns, by the types of fields."""
 
+VERSION = 7
+"""Version of the tables; a change of them counts it up."""
+
 METADATA = sa.MetaData()
 
 
@@ -178,6 +181,28 @@ class Database:
     def keep_version(self, connection: Connection, version: int) -> None:
         """Store the version that the schema has at the end of a transaction."""
         raise NotImplementedError
+
+    def prepare(self) -> None:
+        """Create the tables in a new database.
+
+        Raises:
+            StoreError: The tables belong to another version.
+            DatabaseError: The database fails.
+        """
+        version = self.version()
+        if version == VERSION:
+            return
+        if version:
+            raise StoreError(
+                f"{self.place}: its tables have version {version}, and this release reads version {VERSION} "
+                "alone; run the release that wrote it, or begin with a new batches.folder or batches.database"
+            )
+        reach("store.create")
+        with self.transaction() as connection:
+            METADATA.create_all(connection, checkfirst=False)
+            connection.execute(sa.insert(OWNER).values(epoch=0))
+            self.keep_version(connection, VERSION)
+        reach("store.created")
 
     def close(self) -> None:
         """Close the database."""

@@ -80,8 +80,8 @@ class Batch:
         created_at: Time in seconds since the epoch, like all `_at` fields.
         expires_at: The deadline: no row is started after it.
         api_key: Name of the API key that created it; empty: no key.
-        rights: The key's rights at the creation of the batch, see `KeyRules.rights`; empty: created by an
-            earlier version.
+        rights: The key's rights at the creation of the batch, see `KeyRules.rights`; empty: the rights that
+            the key has now.
         work: Bound of the work of all rows, see `rows.bound_of`; until they are validated, an estimate.
         promised: Whether the forecast at its creation promised an end within its window.
     """

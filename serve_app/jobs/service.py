@@ -25,7 +25,7 @@ from serve_app.jobs.models import OPEN
 from serve_app.jobs.pacing import Auto
 from serve_app.jobs.routes import BatchAPI
 from serve_app.jobs.rows import BatchClient
-from serve_app.jobs.storage import adopt_results, delete_noted
+from serve_app.jobs.storage import delete_noted
 from serve_app.jobs.store import Store
 from serve_app.relay.asgi import run_app
 from serve_app.relay.request import RelayRequest
@@ -183,7 +183,6 @@ class BatchService:
         store = await _open_store(_place(settings), held_s)
         try:
             content = await asyncio.to_thread(_open_content, settings, store.epoch)
-            await asyncio.to_thread(adopt_results, store, content)
             await asyncio.to_thread(_delete_noted, store, content)
             if unfinished := await asyncio.to_thread(store.open_batches):
                 logger.info("batches: resuming %d open batches", len(unfinished))

@@ -109,18 +109,6 @@ CLOSING_LINES = 2000
 """Most unsent rows that get their results in one commit when a batch ends."""
 
 
-def adopt_results(store: Store, content: Contents) -> None:
-    """Adopt results that an earlier version wrote; called when the batches are opened.
-
-    Raises:
-        OSError: The disk fails.
-        DatabaseError: The database fails.
-    """
-    for batch in store.open_batches():
-        for id in (batch.output_file, batch.error_file):
-            content.adopt(id)
-
-
 def record(store: Store, content: Contents, id: str, results: Sequence[Result]) -> None:
     """Append results to the files of a batch, then commit their rows. May be called again after an error.
 

@@ -16,7 +16,6 @@ from serve_app.jobs.content import FOLDER
 from serve_app.jobs.db import BATCHES, CAPACITY, FILES, FINISHED, OWNER, WITHOUT_FILE, Database, SQLite
 from serve_app.jobs.errors import FencedError, InUseError, NotFoundError, StateError, StoreError, TooManyError
 from serve_app.jobs.forecast import Hour
-from serve_app.jobs.migrations import migrate
 from serve_app.jobs.models import ENDED, OPEN, TRANSITIONS, Batch, Counts, File, Page, State, Summary
 
 T = TypeVar("T")
@@ -105,7 +104,7 @@ class Store:
                     f"{self._database.place}: it is missing or empty, and {where / FOLDER} has files; "
                     "restore it from a backup, or move the folder away to begin anew"
                 )
-            migrate(self._database)
+            self._database.prepare()
             self.epoch = self._take_over(int(clock()))
         except BaseException:
             self.close()

@@ -1,33 +1,19 @@
-"""The databases that may hold the state, and the way to their tables from each earlier version.
+"""A transaction is whole or nothing in each database, which one process has open and one version writes."""
 
-`dumps` has the state as each version left it, made by the version itself: two batches of anna, of which `b`
-has two of its three rows finished, and a file of ben.
-"""
-
-import sqlite3
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
 from serve_app.jobs import failpoints
-from serve_app.jobs.db import METADATA, WITHOUT_FILE, Database, SQLite
+from serve_app.jobs.db import VERSION, WITHOUT_FILE, Database, SQLite
 from serve_app.jobs.errors import DatabaseError, HeldError, StoreError
-from serve_app.jobs.forecast import Hour
-from serve_app.jobs.migrations import VERSION, migrate
-from serve_app.jobs.models import Counts
 from serve_app.jobs.store import Store
 from tests.serve_app.jobs.conftest import Place, database_at
-from tests.serve_app.jobs.helpers import NOW, batch_of
-from tests.serve_app.jobs.server import Server
 
 THREADS, CHANGES = 4, 25
-DUMPS = Path(__file__).parent / "dumps"
-VERSIONS = range(1, VERSION + 1)
 
 IDS = sa.select(WITHOUT_FILE.c.id).order_by(WITHOUT_FILE.c.id)
 
@@ -36,7 +22,7 @@ IDS = sa.select(WITHOUT_FILE.c.id).order_by(WITHOUT_FILE.c.id)
 def database(place: Place) -> Iterator[Database]:
     """A database with its tables."""
     database = database_at(place)
-    migrate(database)
+    database.prepare()
     yield database
     database.close()
 
@@ -137,118 +123,12 @@ def test_a_new_folder_of_batches_is_closed_to_other_users(tmp_path: Path) -> Non
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-# Versions
-
-
-def restored(kind: str, version: int, tmp_path: Path, request: pytest.FixtureRequest) -> Place:
-    """Return the place of a state as a version left it."""
-    dump = (DUMPS / f"{kind}{version}.sql").read_text()
-    if kind == "sqlite":
-        folder = tmp_path / "old"
-        folder.mkdir()
-        database = sqlite3.connect(folder / "batches.db")
-        database.executescript(dump)
-        database.close()
-        return lambda: folder
-    import psycopg
-
-    from serve_app.jobs.db import Postgres
-
-    server: Server = request.getfixturevalue("postgres")
-    url = server.database()
-    with psycopg.connect(url, autocommit=True) as connection:
-        connection.execute(dump.encode())
-    return lambda: Postgres(url)
-
-
-def schema_of(database: Database) -> dict[str, Any]:
-    """Return columns, keys and indexes of all tables."""
-    found: dict[str, Any] = {}
+@pytest.mark.parametrize("version", [VERSION - 1, VERSION + 1])
+def test_a_database_of_another_version_is_refused(place: Place, version: int) -> None:
+    database = database_at(place)
+    database.prepare()
     with database.transaction() as connection:
-        inspector = sa.inspect(connection)
-        for table in METADATA.tables:
-            key = inspector.get_pk_constraint(table)["constrained_columns"]
-            columns = {
-                # A key is never null, whether its column says so or not.
-                name: (_kind(connection, column["type"]), column["nullable"] and name not in key)
-                for column in inspector.get_columns(table)
-                for name in [column["name"]]
-            }
-            indexes = {
-                (index["name"], tuple(index["column_names"]))
-                for index in inspector.get_indexes(table)
-                if not index.get("duplicates_constraint")
-            }
-            unique = {tuple(one["column_names"]) for one in inspector.get_unique_constraints(table)}
-            found[table] = columns, key, indexes, unique
-    return found
-
-
-def _kind(connection: sa.Connection, kind: Any) -> str:
-    """Return the type of a column. SQLite has one kind of integers and one of floats, by several names."""
-    name = str(kind)
-    if connection.dialect.name != "sqlite":
-        return name
-    return "INTEGER" if "INT" in name else "REAL" if name[:4] in ("DOUB", "FLOA", "REAL") else name
-
-
-@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
-@pytest.mark.parametrize("version", VERSIONS)
-def test_a_state_of_each_version_goes_on(
-    kind: str, version: int, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    place = restored(kind, version, tmp_path, request)
-    store = Store(place())
-    assert store._database.version() == VERSION
-    batch, other = store.batch("b"), store.batch("c")
-    assert (batch.state, batch.total, batch.completed, batch.failed) == ("in_progress", 3, 1, 1)
-    assert (batch.output_bytes, batch.error_bytes, batch.metadata) == (10, 20, {"a": "ü"})
-    assert batch.weight == (None if version < 2 else 2.5)
-    assert batch.api_key == ("" if version < 3 else "ada")
-    assert batch.rights == ({} if version < 5 else {"models": ["demo"], "max_lines": 7})
-    assert batch.promised == (version >= 6)
-    assert [one.id for one in store.open_batches()] == ["b", "c"]
-    assert store.finished("b", 1, 3) == {1, 3}
-    assert store.file("ben", "free").filename == "ü.jsonl"
-    store.finish(batch, [2], Counts(1, 0, 0, 5, 0, 7, 0, 9))
-    batch = store.batch("b")
-    assert (batch.completed, batch.input_tokens, batch.output_tokens) == (2, 7, 9)
-    store.move("b", "finalizing", NOW)
-    store.end("b", "completed", NOW)
-    assert store.move("c", "cancelling", NOW) == replace(other, state="cancelling", cancelling_at=NOW)
-    store.add_batch(batch_of("d", "in-b"), 9)
-    assert [one.id for one in store.batches("anna").items] == ["d", "c", "b"]
-    store.keep_capacity("demo", [Hour(7, 1.0, 2.0, 3.0)])
-    store.keep_capacity("demo", [Hour(7, 4.0, 5.0, 6.0, 0.5), Hour(8)])
-    assert store.capacity() == {"demo": [Hour(7, 4.0, 5.0, 6.0, 0.5), Hour(8)]}
-    store.close()
-
-
-@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
-def test_each_version_comes_to_the_tables_of_a_new_database(
-    kind: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    if kind == "sqlite":
-        new: Database = SQLite(tmp_path / "new")
-    else:
-        from serve_app.jobs.db import Postgres
-
-        new = Postgres(request.getfixturevalue("postgres").database())
-    migrate(new)
-    expected = schema_of(new)
-    new.close()
-    for version in VERSIONS:
-        (tmp_path / str(version)).mkdir()
-        old = database_at(restored(kind, version, tmp_path / str(version), request))
-        migrate(old)
-        assert schema_of(old) == expected, f"version {version}"
-        old.close()
-
-
-def test_a_database_of_another_version_is_refused(tmp_path: Path) -> None:
-    Store(tmp_path).close()
-    db = sqlite3.connect(tmp_path / "batches.db")
-    db.execute("PRAGMA user_version = 99")
-    db.close()
-    with pytest.raises(StoreError, match="99"):
-        Store(tmp_path)
+        database.keep_version(connection, version)
+    database.close()
+    with pytest.raises(StoreError, match=f"version {version}, and this release reads .* begin with a new"):
+        Store(place())

@@ -24,7 +24,7 @@ from serve_app.jobs.errors import DatabaseError, HeldError, StateError
 from serve_app.jobs.key_rules import KeyRules
 from serve_app.jobs.models import ENDED, Batch
 from serve_app.jobs.pacing import Fixed
-from serve_app.jobs.storage import adopt_results, delete_noted
+from serve_app.jobs.storage import delete_noted
 from serve_app.jobs.store import Store
 from tests.progress import STILL_S
 from tests.serve_app.jobs.crash import FAULTS, Crash, KilledError, inline
@@ -161,7 +161,6 @@ class Schedule:
             with suppress(OSError, DatabaseError):
                 # As the service does: they stay noted.
                 delete_noted(store, content)
-            self._adopt(store, content)
             runner = BatchRunner(
                 store,
                 content,
@@ -186,12 +185,6 @@ class Schedule:
             # As the service does when it starts.
             with suppress(DatabaseError):
                 return Store(self.folder if self._database is None else self._database())
-
-    def _adopt(self, store: Store, content: Content[Path]) -> None:
-        while True:
-            # As the service does, whose next start tries again.
-            with suppress(OSError, DatabaseError):
-                return adopt_results(store, content)
 
     async def _work(self, store: Store, content: Content[Path], runner: BatchRunner) -> None:
         async with asyncio.TaskGroup() as group:
