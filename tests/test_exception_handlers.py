@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeGuard
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 BROAD = {"Exception", "BaseException"}
 
@@ -83,41 +81,25 @@ def test_each_handler_of_all_exceptions_raises_logs_the_stack_or_says_why_not() 
     assert found == [], "raise, log with logger.exception or exc_info, or say why neither, below the `except`"
 
 
-@pytest.mark.parametrize(
-    ("handler", "fine"),
-    [
-        ("except Exception:\n    pass", False),
-        ("except BaseException as error:\n    log(error)", False),
-        ("except (OSError, Exception):\n    pass", False),
-        ("except:\n    pass", False),
-        ("except Exception as error:\n    raise ValueError from None", False),
-        ("except Exception as error:\n    if error:\n        raise", False),
-        ("except Exception as error:\n    logger.warning('%r', error)", False),
-        ("except Exception as error:\n    task.exception()", False),
-        ("except Exception:  # noqa: BLE001\n    pass", False),
-        ("except Exception:\n    pass\n# A comment on what follows.", False),
-        ("except Exception:\n    raise", True),
-        ("except Exception as error:\n    raise ValueError from error", True),
-        ("except Exception as error:\n    close()\n    raise error", True),
-        ("except Exception:\n    logger.exception('x')", True),
-        ("except Exception as error:\n    logger.error('x', exc_info=error)", True),
-        ("except Exception:\n    # The caller is told.\n    pass", True),
-        ("except Exception:  # The caller is told.\n    pass", True),
-        ("except OSError:\n    pass", True),
-    ],
-)
-def test_the_walk_finds_what_it_should(handler: str, fine: bool) -> None:
-    assert (not list(unexplained(f"try:\n    pass\n{handler}\n"))) is fine
+MIXED = """
+try: x()
+except Exception: pass
+except (OSError, BaseException) as error: logger.warning("%r", error)
+except Exception as error: raise ValueError from None
+except: pass  # noqa: E722
+
+with contextlib.suppress(OSError, Exception): x()
+try: x()
+except OSError: pass
+except Exception as error: raise ValueError from error
+except Exception: logger.exception("x")
+except Exception:
+    # The caller gets an error.
+    pass
+# It is gone already.
+with suppress(Exception): x()
+"""
 
 
-@pytest.mark.parametrize(
-    ("text", "fine"),
-    [
-        ("with suppress(Exception):\n    x()", False),
-        ("with contextlib.suppress(OSError, BaseException):\n    x()", False),
-        ("with suppress(OSError):\n    x()", True),
-        ("# It is gone already.\nwith suppress(Exception):\n    x()", True),
-    ],
-)
-def test_the_walk_finds_what_is_suppressed(text: str, fine: bool) -> None:
-    assert (not list(unexplained(text))) is fine
+def test_the_walk_finds_handlers_that_say_nothing() -> None:
+    assert sorted(unexplained(MIXED)) == [3, 4, 5, 6, 8]

@@ -1,7 +1,7 @@
-"""A mistake anywhere in the manifests is found, and named with its path."""
+"""Each check of the manifests finds its mistake, and names the path: one mistake for each check."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +15,6 @@ from tests.k8s.schemas import needs_crds
 pytestmark = needs_crds
 
 Step = str | int
-FREE = {
-    "labels",
-    "annotations",
-    "matchLabels",
-    "rayStartParams",
-    "requests",
-    "limits",
-    "nodeSelector",
-    "clusterSelector",
-    "data",
-}
-"""Maps with free keys."""
-
 GPU, FRONT = "spec.rayClusterConfig.workerGroupSpecs[1]", "spec.rayClusterConfig.workerGroupSpecs[0]"
 POD = "template.spec"
 CONTAINER = f"{POD}.containers[0]"
@@ -74,81 +61,11 @@ def changed(
     return documents
 
 
-def keys(value: object, path: tuple[Step, ...] = ()) -> Iterator[tuple[Step, ...]]:
-    """Yield the path of every key that a schema knows."""
-    if isinstance(value, list):
-        for index, item in enumerate(value):
-            yield from keys(item, (*path, index))
-    if isinstance(value, dict):
-        for name, item in value.items():
-            if not path or path[-1] not in FREE:
-                yield (*path, name)
-            yield from keys(item, (*path, name))
-
-
-def renamed(document: Document, path: tuple[Step, ...]) -> Document:
-    """Return a copy with one key misspelt."""
-    document = copy.deepcopy(document)
-    here: Any = document
-    for step in path[:-1]:
-        here = here[step]
-    here[f"{path[-1]}x"] = here.pop(path[-1])
-    return document
-
-
-IDENTITY = {("apiVersion",), ("kind",), ("metadata",), ("metadata", "name")}
-"""The keys that name the schema of a document; without them there is nothing to check against."""
-
-
-def test_a_misspelt_key_is_found_at_any_depth(full: list[Document], jobs: dict[str, list[Document]]) -> None:
-    documents = [*full, *(document for found in jobs.values() for document in found)]
-    tried = 0
-    for document in documents:
-        config = document.get("spec", {}).pop("serveConfigV2", None)
-        for path in keys(document):
-            # A name with a slash is a label.
-            if path in IDENTITY or "/" in str(path[-1]):
-                continue
-            wrong = renamed(document, path)
-            if document["apiVersion"].startswith("ray.io"):
-                found = list(schemas.structural(schemas.crd(document["kind"], "v1"), wrong, ""))
-                if path[0] == "metadata":
-                    found = list(schemas.problems(wrong))
-                assert any(f"{schemas.joined(path)}x: unknown field" in problem for problem in found), path
-            else:
-                found = list(schemas.problems(wrong))
-                assert any(problem.startswith(schemas.joined(path[:-1])) for problem in found), path
-            tried += 1
-        if config is not None:
-            document["spec"]["serveConfigV2"] = config
-    assert tried > 400
-
-
-def test_a_misspelt_key_of_the_serve_config_is_found(full: list[Document]) -> None:
-    (service,) = [document for document in full if document["kind"] == "RayService"]
-    config = yaml.safe_load(service["spec"]["serveConfigV2"])
-    tried = 0
-    for path in keys(config):
-        # Variables are compared with the containers' below.
-        if "env_vars" in path or "runtime_env" in path[:-1]:
-            continue
-        # The names of custom resources are free; they are compared with the groups' below.
-        if "resources" in path[:-1]:
-            continue
-        wrong = renamed(config, path)
-        assert list(schemas.serve_config(yaml.safe_dump(wrong))), path
-        tried += 1
-    assert tried > 30
-
-
 WRONG: list[tuple[str, str, object]] = [
     ("RayService", f"{GPU}.maxReplicas", 3),
-    ("RayService", f"{GPU}.minReplicas", 1),
     ("RayService", f"{GPU}.replicas", 1),
-    ("RayService", f"{FRONT}.maxReplicas", 2),
     ("RayService", f"{GPU}.maxReplicas", "2"),
     ("RayService", f"{GPU}.rayStartParams.num-cpus", "6"),
-    ("RayService", f"{GPU}.rayStartParams.num-gpus", "2"),
     ("RayService", "spec.rayClusterConfig.headGroupSpec.rayStartParams.num-cpus", "2"),
     ("RayService", "spec.rayClusterConfig.rayVersion", "2.59.0"),
     ("RayService", "spec.rayClusterConfig.enableInTreeAutoscaling", False),
@@ -161,29 +78,18 @@ WRONG: list[tuple[str, str, object]] = [
     ("RayService", f"{GPU}.{POD}.automountServiceAccountToken", True),
     ("RayService", f"{GPU}.{POD}.volumes[1].persistentVolumeClaim.claimName", "saturate-model"),
     ("RayService", f"{GPU}.{CONTAINER}.image", "saturate-gpu:latest"),
-    ("RayService", f"{GPU}.{CONTAINER}.resources.limits.memory", "24GiB"),
     ("RayService", f"{GPU}.{CONTAINER}.resources.limits", {"cpu": "6", "memory": "24Gi"}),
     ("RayService", f"{GPU}.{CONTAINER}.env[0].value", "0"),
-    ("RayService", f"{GPU}.{CONTAINER}.env[0].name", "RAY_SERVE_ENABLE_HAPROXY"),
-    ("RayService", f"{GPU}.{CONTAINER}.env[4].value", "90"),
     ("RayService", f"{GPU}.{CONTAINER}.env[8].name", "HF_HUB"),
     ("RayService", f"{GPU}.{CONTAINER}.env[9].valueFrom.secretKeyRef.name", "saturate-hf"),
     ("RayService", f"{GPU}.{CONTAINER}.ports[0].containerPort", 8001),
-    ("RayService", f"{GPU}.{CONTAINER}.ports[0].name", "http"),
     ("RayService", f"{GPU}.{CONTAINER}.readinessProbe.httpGet.port", "http"),
-    ("RayService", f"{GPU}.{CONTAINER}.livenessProbe.httpGet.path", "/healthz"),
     ("RayService", f"{GPU}.{CONTAINER}.volumeMounts[1].name", "model"),
     ("RayService", f"{GPU}.{CONTAINER}.volumeMounts[0].mountPath", "/dev/sh"),
     ("RayService", f"{GPU}.{CONTAINER}.securityContext.allowPrivilegeEscalation", True),
-    ("RayService", f"{FRONT}.rayStartParams.resources", r'"{\"front\": 1}"'),
-    ("RayService", f"{GPU}.{CONTAINER}.env[7].name", "INGRESS_RESOURCE"),
     ("RayService", f"{GPU}.{CONTAINER}.env[7].value", "front"),
     ("RayService", f"{FRONT}.rayStartParams.resources", '{"ingress": 1}'),
-    ("RayService", f"{GPU}.rayStartParams.resources", r'"{\"ingress\": 1}"'),
-    ("RayService", "spec.rayClusterConfig.authOptions.mode", "disabled"),
     ("RayService", "spec.rayClusterConfig.authOptions.mode", "tokens"),
-    ("RayService", "spec.rayClusterConfig.authOptions.enableK8sTokenAuth", True),
-    ("RayService", "spec.rayClusterConfig.authOptions", {}),
     ("RayService", f"{GPU}.{CONTAINER}.env[6].name", "RAY_AUTH_MODE"),
     ("NetworkPolicy", "spec.policyTypes", ["Egress"]),
     ("NetworkPolicy", "spec.ingress[1].from[0]", {"namespaceSelector": {"matchLabels": {"a": "b"}}}),
@@ -194,15 +100,11 @@ WRONG: list[tuple[str, str, object]] = [
     ("Ingress", "metadata.annotations.nginx/ingress/kubernetes/io|proxy-body-size", "1m"),
     ("Ingress", "metadata.annotations.nginx/ingress/kubernetes/io|proxy-buffering", "on"),
     ("Ingress", "spec.rules[0].http.paths[0].backend.service.name", "saturate"),
-    ("RayService", "spec.rayClusterConfig.gcsFaultToleranceOptions.redisAddress", "redis:6379"),
-    ("RayService", "spec.rayClusterConfig.gcsFaultToleranceOptions.backend", "reddis"),
-    ("RayService", "spec.rayClusterConfig.headGroupSpec.template.spec.containers[0].ports", []),
     ("PrometheusRule", "spec.groups[1].rules[0].for", "2 minutes"),
-    ("PrometheusRule", "spec.groups[1].rules[0].labels.severity", 1),
     ("PrometheusRule", "apiVersion", "monitoring.coreos.com/v2"),
-    ("PodMonitor/saturate-head", "spec.podMetricsEndpoints[1].port", "autoscaler-metrics"),
     ("PodMonitor/saturate-workers", "spec.podMetricsEndpoints[0].port", "as-metrics"),
-    ("PodMonitor/saturate-workers", "spec.podMetricsEndpoints[0].interval", "10 s"),
+    ("RayService", f"{GPU}.{CONTAINER}.imagePullPolice", "Always"),
+    ("PodDisruptionBudget", "spec.minAvailables", 1),
 ]
 
 
@@ -217,16 +119,6 @@ def test_a_wrong_value_is_named_with_its_path(
     assert any(f"{place}:" in problem for place in places for problem in found), found
 
 
-def deployment(config: Any) -> Any:
-    """Return the engine's part of a config."""
-    return config["applications"][0]["deployments"][1]
-
-
-def shorten_hard_stop(config: Any) -> None:
-    for section in (config["controller_options"], config["applications"][0]):
-        section["runtime_env"]["env_vars"]["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"] = "60"
-
-
 def forget_the_resource(config: Any) -> None:
     (front,) = [d for d in config["applications"][0]["deployments"] if d["name"] == "Ingress"]
     front["ray_actor_options"] = {"num_cpus": 0.5}
@@ -236,20 +128,17 @@ def refuse_all(config: Any) -> None:
     config["applications"][0]["args"]["models"][0]["batcher"]["max_queue_size"] = -1
 
 
-CONFIG: list[tuple[str, Callable[[Any], None]]] = [
+CONFIG: list[tuple[str, Callable[[Any], object]]] = [
     ("http_options.host", lambda config: config["http_options"].update(host="127.0.0.1")),
-    ("containerPort", lambda config: config["http_options"].update(port=9000)),
     ("max_queue_size", refuse_all),
-    ("maxReplicas", lambda config: deployment(config)["autoscaling_config"].update(max_replicas=5)),
-    ("num-cpus", lambda config: deployment(config)["ray_actor_options"].update(num_cpus=6)),
-    ("env[4]", shorten_hard_stop),
+    ("http_optionz", lambda config: config.update(http_optionz={})),
     ("serveConfigV2: a replica of Ingress may run on a pod of group gpu", forget_the_resource),
 ]
 
 
 @pytest.mark.parametrize(("path", "change"), CONFIG, ids=[path for path, _ in CONFIG])
 def test_a_config_that_the_cluster_does_not_fit_is_found(
-    full: list[Document], path: str, change: Callable[[Any], None]
+    full: list[Document], path: str, change: Callable[[Any], object]
 ) -> None:
     (service,) = [document for document in full if document["kind"] == "RayService"]
     config = yaml.safe_load(service["spec"]["serveConfigV2"])
