@@ -15,6 +15,7 @@ from pydantic_core import from_json, to_json
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.jobs import service as service_module
+from serve_app.jobs.db import VERSION
 from serve_app.jobs.errors import DatabaseError, HeldError, StoreError
 from serve_app.jobs.forecast import DAY_S, Hour
 from serve_app.jobs.service import BatchesMetrics, BatchService
@@ -137,7 +138,7 @@ async def test_a_database_that_can_never_work_is_not_waited_for(tmp_path: Path) 
 
     def without_tables(path: Path) -> None:
         with sqlite3.connect(path) as db:
-            db.execute("PRAGMA user_version = 1")
+            db.execute(f"PRAGMA user_version = {VERSION}")
 
     def torn(path: Path) -> None:
         opened(path.parent)[0].close()
