@@ -1,5 +1,6 @@
 """Waits that end for want of progress, not at a total that holds on one machine only."""
 
+import asyncio
 import math
 import os
 import signal
@@ -145,6 +146,18 @@ def wait_until(
         assert now - began < most_s, f"not within {most_s:g} s; {tell()}"
         sleep(every_s)
     return value
+
+
+async def until(condition: Callable[[], object], most_s: float = STILL_S) -> None:
+    """Run the event loop until a condition holds.
+
+    Args:
+        condition: Looked at each millisecond.
+        most_s: Seconds after which the wait fails.
+    """
+    async with asyncio.timeout(most_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
 
 
 def finish(

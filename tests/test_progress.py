@@ -6,20 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.fakes.clock import Clock
 from tests.progress import MOST_S, STILL_S, Work, finish, wait_until
-
-
-class Clock:
-    """Time that passes by sleeping alone."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 def waited(true: Callable[[Clock], bool], news: Callable[[Clock], object], most_s: float = MOST_S) -> float:

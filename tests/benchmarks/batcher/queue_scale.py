@@ -7,22 +7,13 @@ from typing import Any
 
 from batcher import Entry, RequestQueue
 from tests.benchmarks.measuring import Options, Row, Sample, Table, clean_heap, interleave, ratios
+from tests.fakes.clock import Clock
 
 DEPTHS = (1_000, 10_000, 100_000, 1_000_000)
 TENANTS = (1, 100, 10_000)
 PORTION = 64
 GROWTH = 3.0
 """Bound on growth: log(10^6) is twice log(10^3), and a heap outside the processor's cache adds the rest."""
-
-
-class Clock:
-    """A clock that advances with every portion."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def _entries(count: int, tenants: int, deadlines: bool) -> list[Entry[Any]]:

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from tests.serve_app.dataset.fake import running
+from tests.fakes.service import running
 
 
 @contextlib.contextmanager
@@ -32,8 +32,8 @@ def bucket(name: str, objects: dict[str, bytes]) -> Iterator[str]:
         return _content(request, objects[path])
 
     app = Starlette(routes=[Route("/{path:path}", get, methods=["GET", "HEAD"])])
-    with running(app) as port:
-        yield f"?endpoint_override=127.0.0.1:{port}&scheme=http&region=us-east-1"
+    with running(app) as url:
+        yield f"?endpoint_override={url.removeprefix('http://')}&scheme=http&region=us-east-1"
 
 
 @contextlib.contextmanager
@@ -65,8 +65,8 @@ def google_bucket(name: str, objects: dict[str, bytes]) -> Iterator[str]:
 
     objects_at = f"/storage/v1/b/{name}/o"
     app = Starlette(routes=[Route(objects_at, listing), Route(objects_at + "/{key:path}", get)])
-    with running(app) as port:
-        yield f"?endpoint_override=127.0.0.1:{port}&scheme=http"
+    with running(app) as url:
+        yield f"?endpoint_override={url.removeprefix('http://')}&scheme=http"
 
 
 def _content(request: Request, body: bytes) -> Response:

@@ -6,7 +6,6 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -14,8 +13,7 @@ from starlette.routing import Route
 
 from serve_app.api.headers import KEEP_ALIVE
 from serve_app.api.protocol import JSON
-from tests.ports import free_port
-from tests.progress import STILL_S, wait_until
+from tests.fakes.service import running
 
 Trouble = Callable[[JSON], Response | None]
 """Looks at a call's body and returns a failure, or None to have it served."""
@@ -123,25 +121,10 @@ def no_route() -> Response:
 
 
 @contextlib.contextmanager
-def running(app: Starlette) -> Iterator[int]:
-    """Run an application on a port of the loopback interface; yield the port."""
-    port = free_port()
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="critical"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    wait_until(lambda: server.started, every_s=0.01)
-    try:
-        yield port
-    finally:
-        server.should_exit = True
-        thread.join(STILL_S)
-
-
-@contextlib.contextmanager
 def listening(service: FakeService) -> Iterator[str]:
     """Run a service on a port of the loopback interface; yield its URL."""
-    with running(service.app) as port:
+    with running(service.app) as url:
         try:
-            yield f"http://127.0.0.1:{port}"
+            yield url
         finally:
             service.release.set()

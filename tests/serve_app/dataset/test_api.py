@@ -1,9 +1,8 @@
 """`saturate batch --api` against the routes, on a port of this machine."""
 
 import json
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from serve_app.dataset.api import RUN, APIRun
 from serve_app.dataset.command import main
 from serve_app.dataset.errors import CommandError
 from serve_app.jobs.errors import RunError
+from tests.fakes.service import Reply, serving
 from tests.serve_app.dataset.batch_site import batch_site
 from tests.serve_app.jobs.helpers import row, text_of
 
@@ -32,33 +32,8 @@ def requests(tmp_path: Path) -> Path:
 @pytest.fixture
 def httpserver() -> Iterator[Callable[[Any], str]]:
     """Starts a server that answers everything with one page, a text or JSON; returns its URL."""
-    servers: list[ThreadingHTTPServer] = []
-
-    def start(page: Any) -> str:
-        content = page if isinstance(page, str) else json.dumps(page)
-
-        class Handler(BaseHTTPRequestHandler):
-            def _answer(self) -> None:
-                self.rfile.read(int(self.headers.get("content-length") or 0))
-                self.send_response(200)
-                self.send_header("content-length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content.encode())
-
-            do_GET = do_POST = _answer  # noqa: N815
-
-            def log_message(self, *args: object) -> None:
-                """Log nothing."""
-
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        servers.append(server)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        return f"http://127.0.0.1:{server.server_port}"
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+    with ExitStack() as stack:
+        yield lambda page: stack.enter_context(serving(lambda asked: Reply(page))).url
 
 
 def write(path: Path, *ids: str) -> Path:

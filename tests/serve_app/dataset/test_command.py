@@ -18,8 +18,8 @@ import pytest
 from serve_app.api.protocol import JSON
 from serve_app.client import Backoff
 from serve_app.dataset.command import main
+from tests.fakes.disk import failing_sync, full
 from tests.progress import STILL_S, run, wait_until
-from tests.serve_app.dataset.disk import failing_sync, full
 from tests.serve_app.dataset.fake import FakeService, failure, listening
 
 LIMIT_S = STILL_S

@@ -13,7 +13,7 @@ from serve_app.api.protocol import JSON
 from serve_app.dataset.errors import DiskError, OutputError
 from serve_app.dataset.output import Output, check_output, drafted
 from serve_app.jobs.rows import Result, RowTokens
-from tests.serve_app.dataset.disk import failing_sync, full
+from tests.fakes.disk import KilledError, Life, failing_sync, full
 
 OPTIONS: JSON = {"--model": "m"}
 OTHER: JSON = {"--model": "n"}
@@ -49,27 +49,6 @@ def numbers(path: Path) -> list[int]:
         found: list[int] = pq.read_table(path).column("row").to_pylist()
         return found
     return [json.loads(line)["row"] for line in path.read_bytes().splitlines()]
-
-
-class KilledError(BaseException):
-    """The end of the process; nothing in it may handle this."""
-
-
-class Life:
-    """A process that ends before its n-th step.
-
-    Attributes:
-        steps: Names of the steps that it has made.
-    """
-
-    def __init__(self, at: int | None) -> None:
-        self.steps: list[str] = []
-        self._at = at
-
-    def reach(self, step: str) -> None:
-        if self._at is not None and len(self.steps) >= self._at:
-            raise KilledError(step)
-        self.steps.append(step)
 
 
 def finish(path: Path, count: int, life: Life) -> None:

@@ -19,7 +19,7 @@ from serve_app.dataset.run import Drive
 from serve_app.jobs.errors import RunError
 from serve_app.jobs.pacing import Auto
 from serve_app.jobs.rows import Result
-from tests.progress import STILL_S
+from tests.progress import STILL_S, until
 from tests.serve_app.dataset.fake import FakeService, failure, no_route, texts
 
 NOW = Backoff(0.0001, 0.001)
@@ -72,13 +72,6 @@ async def send(
     sent = Sent(service, prompts, size, **options)
     await sent.drive.run()
     return sent.rows, sent.drive
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Run the event loop until a condition holds."""
-    async with asyncio.timeout(STILL_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
 
 
 async def test_every_row_comes_back_once() -> None:

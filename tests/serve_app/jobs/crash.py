@@ -13,6 +13,7 @@ import pytest
 
 from serve_app.jobs import failpoints
 from serve_app.jobs.errors import DatabaseError
+from tests.fakes.disk import KilledError
 
 FAULTS: dict[str, Callable[[], Exception]] = {
     "content.append": lambda: OSError(errno.EIO, "Input/output error"),
@@ -25,10 +26,6 @@ FAULTS: dict[str, Callable[[], Exception]] = {
 
 FAULT_SHARE = 0.05
 """Share of the writes that fail."""
-
-
-class KilledError(BaseException):
-    """The end of the process; nothing in it may handle this."""
 
 
 class Crash:

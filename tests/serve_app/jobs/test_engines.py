@@ -36,7 +36,7 @@ from serve_app.relay.frame import Head, pack, pack_error, with_headers
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.schema import parse
 from serve_app.settings.usage import LedgerSettings, Quota, UsageSettings
-from tests.batcher.virtual import Clock
+from tests.fakes.clock import Clock
 from tests.progress import STILL_S
 from tests.serve_app.answers import END, complete
 from tests.serve_app.ingress.engine_doubles import CHAT, PLAIN, Engine, answer, health

@@ -26,8 +26,9 @@ from serve_app.jobs.models import ENDED, Batch
 from serve_app.jobs.pacing import Fixed
 from serve_app.jobs.storage import delete_noted
 from serve_app.jobs.store import Store
+from tests.fakes.disk import KilledError
 from tests.progress import STILL_S
-from tests.serve_app.jobs.crash import FAULTS, Crash, KilledError, inline
+from tests.serve_app.jobs.crash import FAULTS, Crash, inline
 from tests.serve_app.jobs.engine import Engine
 from tests.serve_app.jobs.helpers import (
     DAY_S,

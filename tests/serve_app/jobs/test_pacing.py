@@ -26,6 +26,7 @@ from serve_app.jobs.pacing import (
     engine_load,
 )
 from serve_app.stats import ReplicaStats
+from tests.fakes.clock import Clock
 
 
 @given(st.integers(1, 2000), st.none() | st.floats(0, 600))
@@ -46,13 +47,6 @@ def test_a_fixed_limit_stays() -> None:
     fixed.refused(1.0)
     fixed.observe(EngineLoad(0, 0, 100), 7)
     assert fixed.limit == 7
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_auto_grows_while_too_little_waits() -> None:

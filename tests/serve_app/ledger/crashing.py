@@ -9,12 +9,10 @@ from pathlib import Path
 
 from serve_app.ledger.calls import Call, CallBook, Origin, Sums
 from serve_app.relay.usage import RequestUsage, Tokens, Usage
+from tests.fakes.clock import Clock
+from tests.fakes.disk import KilledError
 
 FOLDER = Path("/ledger")
-
-
-class KilledError(BaseException):
-    """The process is killed."""
 
 
 @dataclass
@@ -129,16 +127,6 @@ class FakeSequence:
 
     def ended(self) -> bool:
         return self.over
-
-
-class Clock:
-    """A clock that a test sets."""
-
-    def __init__(self, now: float = 1_800_000_000.0) -> None:
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def book_of(name: str, clock: Clock) -> CallBook:

@@ -35,12 +35,12 @@ from serve_app.ledger.writer import (
 from serve_app.relay.usage import Tokens, Usage
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.usage import LedgerSettings, PriceSettings, UsageSettings
-from tests.progress import STILL_S
+from tests.fakes.clock import Clock
+from tests.fakes.disk import KilledError
+from tests.progress import STILL_S, wait_until
 from tests.serve_app.ledger.crashing import (
     FOLDER,
-    Clock,
     FakeSequence,
-    KilledError,
     MemoryDisk,
     Store,
     begun,
@@ -48,7 +48,7 @@ from tests.serve_app.ledger.crashing import (
     call_of,
     ran,
 )
-from tests.serve_app.ledger.ledgers import row
+from tests.serve_app.ledger.ledgers import START, row
 
 DAY_S = 86_400.0
 TODAY = "2027-01-15"
@@ -208,7 +208,7 @@ def check(store: Store, *processes: Process) -> None:
 def test_a_kill_at_any_write_loses_what_came_after_the_last_round_and_doubles_nothing(
     turns: list[Turn], kill_at: int, share: float, adopters: list[int], parquet: bool
 ) -> None:
-    store, clock = Store(), Clock()
+    store, clock = Store(), Clock(START)
     dying = Process(store, clock, "a", parquet=parquet)
     other = Process(store, clock, "b", parquet=parquet)
     other.turn(Turn(1, [0], 0.5, None, False, False))
@@ -236,7 +236,7 @@ def test_a_kill_at_any_write_loses_what_came_after_the_last_round_and_doubles_no
 @given(turns=TURNS, parquet=st.booleans())
 def test_a_process_that_ends_in_order_leaves_exact_sums(turns: list[Turn], parquet: bool) -> None:
     store = Store()
-    process = Process(store, Clock(), "a", parquet=parquet)
+    process = Process(store, Clock(START), "a", parquet=parquet)
     for turn in turns:
         process.turn(turn)
     process.disk.failing = process.disk.full = False
@@ -247,7 +247,7 @@ def test_a_process_that_ends_in_order_leaves_exact_sums(turns: list[Turn], parqu
 
 
 def test_a_row_has_the_origin_of_its_call_and_its_times() -> None:
-    store, clock = Store(), Clock()
+    store, clock = Store(), Clock(START)
     process = Process(store, clock, "a")
     call = call_of(process.book, "acme", "r-1", clock)
     slot = call.usage.begin(Usage(clock.now - 0.25, clock.now, 0.0))
@@ -269,7 +269,7 @@ def test_rows_that_can_not_be_written_wait_and_the_oldest_are_kept(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(writer_module, "MAX_PENDING", 2)
-    store, clock = Store(), Clock()
+    store, clock = Store(), Clock(START)
     process = Process(store, clock, "a")
     process.disk.failing, process.disk.share = True, 0.6
     for _ in range(3):
@@ -286,7 +286,7 @@ def test_rows_that_can_not_be_written_wait_and_the_oldest_are_kept(
 
 
 def test_an_idle_process_writes_nothing() -> None:
-    store, clock = Store(), Clock()
+    store, clock = Store(), Clock(START)
     process = Process(store, clock, "a")
     process.ledger.round()
     process.disk.kill_at = 0
@@ -296,7 +296,7 @@ def test_an_idle_process_writes_nothing() -> None:
 
 
 def test_rows_go_to_the_day_on_which_their_calls_ended() -> None:
-    store, clock = Store(), Clock()
+    store, clock = Store(), Clock(START)
     process = Process(store, clock, "a")
     process.run()
     clock.now += DAY_S
@@ -306,7 +306,7 @@ def test_rows_go_to_the_day_on_which_their_calls_ended() -> None:
 
 
 def test_a_process_tells_whether_its_last_rows_are_written() -> None:
-    process = Process(Store(), Clock(), "a")
+    process = Process(Store(), Clock(START), "a")
     process.run()
     process.disk.failing = True
     assert not process.ledger.finish()
@@ -338,7 +338,7 @@ def add(store: Store, number: int, *, day: str = TODAY, name: str = "a", content
 
 def test_the_number_of_a_segment_is_that_of_its_first_row() -> None:
     store = Store()
-    process = Process(store, Clock(), "a", segment_bytes=1)
+    process = Process(store, Clock(START), "a", segment_bytes=1)
     for calls in (2, 1, 1):
         process.run(calls)
         process.ledger.round()
@@ -348,7 +348,7 @@ def test_the_number_of_a_segment_is_that_of_its_first_row() -> None:
 def test_closed_segments_of_this_process_are_compacted() -> None:
     store = Store()
     closed, other = add(store, 0), add(store, 0, name="b")
-    process = Process(store, Clock(), "a", parquet=True)
+    process = Process(store, Clock(START), "a", parquet=True)
     process.run()
     process.ledger.round()
     process.ledger.close()
@@ -368,7 +368,7 @@ def test_a_segment_that_can_not_be_compacted_is_tried_once_and_uploaded_as_it_is
         tried.append(content)
         raise ValueError("it has no rows")
 
-    ledger = Process(store, Clock(), "a", upload=upload_to(uploaded, failures=1)).ledger
+    ledger = Process(store, Clock(START), "a", upload=upload_to(uploaded, failures=1)).ledger
     ledger._compact = compact
     with pytest.raises(OSError, match="no such bucket"):
         ledger.close()
@@ -380,7 +380,7 @@ def test_a_segment_that_can_not_be_compacted_is_tried_once_and_uploaded_as_it_is
 def test_an_upload_that_fails_goes_on_with_the_same_segment() -> None:
     store, uploaded = Store(), list[Path]()
     first, second = add(store, 0), add(store, 1)
-    ledger = Process(store, Clock(), "a", upload=upload_to(uploaded, failures=1)).ledger
+    ledger = Process(store, Clock(START), "a", upload=upload_to(uploaded, failures=1)).ledger
     with pytest.raises(OSError, match="no such bucket"):
         ledger.close()
     ledger.close()
@@ -391,7 +391,7 @@ def test_a_draft_of_a_crash_is_removed_and_never_uploaded() -> None:
     store, uploaded = Store(), list[Path]()
     path = add(store, 0)
     store.files[path.with_name(path.name + DRAFT)] = b"half of"
-    Process(store, Clock(), "a", upload=upload_to(uploaded)).ledger.close()
+    Process(store, Clock(START), "a", upload=upload_to(uploaded)).ledger.close()
     assert (uploaded, store.files) == ([path], {})
 
 
@@ -400,7 +400,7 @@ def test_segments_of_old_days_are_removed() -> None:
     add(store, 0, day="2027-01-11")
     add(store, 0, day="2027-01-10", name="b")
     young = add(store, 2, day="2027-01-12")
-    ledger = Process(store, Clock(), "a", keep_s=3 * DAY_S).ledger
+    ledger = Process(store, Clock(START), "a", keep_s=3 * DAY_S).ledger
     ledger.remove_old()
     assert {*store.files} == {young}
 
@@ -408,7 +408,7 @@ def test_segments_of_old_days_are_removed() -> None:
 def test_while_too_many_bytes_wait_for_their_upload_rows_are_dropped() -> None:
     store = Store()
     add(store, 0, name="b")
-    process = Process(store, Clock(), "a", upload=upload_to([]), max_bytes=len(LINE) - 1)
+    process = Process(store, Clock(START), "a", upload=upload_to([]), max_bytes=len(LINE) - 1)
     process.ledger.close()
     assert process.ledger.full
     process.run()
@@ -423,7 +423,7 @@ def test_while_too_many_bytes_wait_for_their_upload_rows_are_dropped() -> None:
 
 
 def test_only_the_work_of_dead_processes_is_finished() -> None:
-    store, clock, uploaded = Store(), Clock(), list[Path]()
+    store, clock, uploaded = Store(), Clock(START), list[Path]()
     dead, alive = Process(store, clock, "b"), Process(store, clock, "c")
     for process in (dead, alive):
         process.run(3)
@@ -442,7 +442,7 @@ def test_only_the_work_of_dead_processes_is_finished() -> None:
 
 
 def test_a_part_of_a_last_line_is_cut_off_and_told_of_is_what_is_whole() -> None:
-    store, clock = Store(), Clock()
+    store, clock = Store(), Clock(START)
     add(store, 0, name="b", content=LINE + LINE[:-9])
     adopter = Process(store, clock, "a", parquet=True)
     adopter.ledger.adopt()
@@ -452,7 +452,7 @@ def test_a_part_of_a_last_line_is_cut_off_and_told_of_is_what_is_whole() -> None
 def test_work_of_a_dead_process_that_fails_is_left_to_the_next_call() -> None:
     store, uploaded = Store(), list[Path]()
     path = add(store, 0, name="b")
-    adopter = Process(store, Clock(), "a", upload=upload_to(uploaded, failures=1))
+    adopter = Process(store, Clock(START), "a", upload=upload_to(uploaded, failures=1))
     with pytest.raises(OSError, match="no such bucket"):
         adopter.ledger.adopt()
     assert path in store.files
@@ -461,7 +461,7 @@ def test_work_of_a_dead_process_that_fails_is_left_to_the_next_call() -> None:
 
 
 def test_a_process_that_stood_still_goes_on_in_another_segment() -> None:
-    store, clock = Store(), Clock()
+    store, clock = Store(), Clock(START)
     process, adopter = (Process(store, clock, name, parquet=True) for name in "ab")
     process.run()
     process.ledger.round()
@@ -488,22 +488,12 @@ def outputs(place: object) -> dict[str, int]:
     return {line.values[0]: line.total.output_tokens for line in lines}
 
 
-def wait_for(condition: Any) -> None:
-    """Wait for what a thread does."""
-    tick = threading.Event()
-    for _ in range(int(LIMIT_S / 0.01)):
-        if condition():
-            return
-        tick.wait(0.01)
-    raise AssertionError("it never came")
-
-
 def test_rows_are_there_soon_and_a_writer_that_stops_leaves_parquet(tmp_path: Path) -> None:
     book = new_book("demo", "Engine:demo#1")
     writer = Writer(settings(tmp_path), book, **FAST).start()
     ran(book, Tokens(output=3))
     try:
-        wait_for(lambda: outputs(tmp_path) == {"ok": 3})
+        wait_until(lambda: outputs(tmp_path) == {"ok": 3})
     finally:
         writer.stop()
         writer.stop()
@@ -528,7 +518,7 @@ def test_a_new_writer_finishes_the_work_of_a_dead_one(tmp_path: Path) -> None:
     orphaned(tmp_path)
     writer = Writer(settings(tmp_path), new_book("demo", "new"), **FAST).start()
     try:
-        wait_for(lambda: {path.suffix for path in tmp_path.glob("day=*/*")} == {PARQUET})
+        wait_until(lambda: {path.suffix for path in tmp_path.glob("day=*/*")} == {PARQUET})
     finally:
         writer.stop()
     assert outputs(tmp_path) == {"ok": 3}
@@ -541,7 +531,7 @@ def test_a_ledger_at_a_url_is_uploaded_from_a_spool(tmp_path: Path) -> None:
     writer = Writer(options, book, **FAST).start()
     try:
         ran(book, Tokens(output=3))
-        wait_for(lambda: (tmp_path / "far").exists() and outputs(url) == {"ok": 3})
+        wait_until(lambda: (tmp_path / "far").exists() and outputs(url) == {"ok": 3})
         ran(book, Tokens(output=4))
     finally:
         writer.stop()
@@ -565,14 +555,14 @@ def test_a_service_takes_no_rows_from_the_spool_of_another_url(tmp_path: Path) -
     ran(book, Tokens(output=4))
     other.start()
     try:
-        wait_for(lambda: outputs(second))
+        wait_until(lambda: outputs(second))
     finally:
         other.stop()
     assert outputs(second) == {"ok": 4}
     _, following, _ = writer_to("first")
     following.start()
     try:
-        wait_for(lambda: outputs(first) == {"ok": 3})
+        wait_until(lambda: outputs(first) == {"ok": 3})
     finally:
         following.stop()
 
@@ -583,7 +573,7 @@ def test_the_prices_are_kept_beside_the_rows(tmp_path: Path) -> None:
     )
     writer = Writer(options, new_book("demo", "r"), **FAST).start()
     try:
-        wait_for((tmp_path / "prices.json").exists)
+        wait_until((tmp_path / "prices.json").exists)
     finally:
         writer.stop()
     assert json.loads((tmp_path / "prices.json").read_text())["prices"]["demo"]["input"] == 1.0
@@ -618,7 +608,7 @@ def test_files_of_old_days_are_removed_from_a_full_disk(tmp_path: Path) -> None:
     writer.ledger.finish()
     writer.start()
     try:
-        wait_for(lambda: not old.exists())
+        wait_until(lambda: not old.exists())
     finally:
         writer.stop()
     # The closed segment can't become Parquet.
@@ -649,7 +639,7 @@ def test_a_disk_that_hangs_does_not_hold_up_the_end_of_the_process(tmp_path: Pat
             assert not end.is_alive()
     finally:
         disk.goes_on.set()
-    wait_for(lambda: outputs(tmp_path) == {"ok": 3})
+    wait_until(lambda: outputs(tmp_path) == {"ok": 3})
 
 
 @pytest.mark.parametrize(

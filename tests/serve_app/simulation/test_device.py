@@ -3,17 +3,18 @@
 import pytest
 
 from serve_app.simulation.device import Device, Step, step_time
-from tests.serve_app.simulation.virtual import VirtualTime, profile
+from tests.fakes.clock import Clock
+from tests.serve_app.simulation.virtual import device_of, profile
 
 
 @pytest.fixture
-def time() -> VirtualTime:
-    return VirtualTime()
+def time() -> Clock:
+    return Clock()
 
 
 @pytest.fixture
-def device(time: VirtualTime) -> Device:
-    return time.device(profile())
+def device(time: Clock) -> Device:
+    return device_of(profile(), time)
 
 
 @pytest.mark.parametrize(
@@ -30,19 +31,19 @@ def test_a_step_takes_its_base_and_its_work(step: Step, milliseconds: float) -> 
     assert step_time(profile())(*step) == pytest.approx(milliseconds / 1000)
 
 
-def test_steps_run_one_after_the_other(device: Device, time: VirtualTime) -> None:
+def test_steps_run_one_after_the_other(device: Device, time: Clock) -> None:
     ends = [device.submit(Step(0, 0, 0)) for _ in range(3)]
     assert ends == pytest.approx([0.01, 0.02, 0.03])
     assert time.now == 0.0
 
 
-def test_an_idle_device_starts_a_step_at_once(device: Device, time: VirtualTime) -> None:
+def test_an_idle_device_starts_a_step_at_once(device: Device, time: Clock) -> None:
     device.submit(Step(0, 0, 0))
     time.now = 5.0
     assert device.submit(Step(0, 0, 0)) == pytest.approx(5.01)
 
 
-def test_waiting_ends_with_the_step_and_not_later(device: Device, time: VirtualTime) -> None:
+def test_waiting_ends_with_the_step_and_not_later(device: Device, time: Clock) -> None:
     first, second = device.submit(Step(0, 0, 0)), device.submit(Step(0, 0, 0))
     time.now = 0.015
     device.wait(first)
@@ -51,7 +52,7 @@ def test_waiting_ends_with_the_step_and_not_later(device: Device, time: VirtualT
     assert time.now == pytest.approx(0.02)
 
 
-def test_weights_take_their_time(device: Device, time: VirtualTime) -> None:
+def test_weights_take_their_time(device: Device, time: Clock) -> None:
     device.load()
     assert time.now == 7.0
     device.fall_asleep()
@@ -61,8 +62,8 @@ def test_weights_take_their_time(device: Device, time: VirtualTime) -> None:
 
 
 def test_the_first_sleep_takes_longer() -> None:
-    time = VirtualTime()
-    device = time.device(profile(pin_s=20.0))
+    time = Clock()
+    device = device_of(profile(pin_s=20.0), time)
     device.fall_asleep()
     assert time.now == 23.0
     device.wake_up()

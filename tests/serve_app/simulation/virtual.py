@@ -4,6 +4,7 @@ from typing import Any
 
 from serve_app.simulation.device import Device
 from serve_app.simulation.profiles import Profile
+from tests.fakes.clock import Clock
 
 NUMBERS: dict[str, Any] = {
     "name": "round",
@@ -24,24 +25,6 @@ def profile(**fields: Any) -> Profile:
     return Profile.model_validate(NUMBERS | fields)
 
 
-class VirtualTime:
-    """A clock that `sleep` moves.
-
-    Attributes:
-        now: Seconds since the start.
-    """
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def clock(self) -> float:
-        """Return the time."""
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        """Move the time."""
-        self.now += seconds
-
-    def device(self, profile: Profile) -> Device:
-        """Return a device on this clock."""
-        return Device(profile, self.clock, self.sleep)
+def device_of(profile: Profile, time: Clock) -> Device:
+    """Return a device on a clock."""
+    return Device(profile, time, time.sleep)

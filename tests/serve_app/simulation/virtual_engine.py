@@ -20,7 +20,8 @@ from serve_app.engine.vllm.scheduler import LiveFirst, scheduler_class
 from serve_app.settings.models import LLMSettings
 from serve_app.simulation import vllm_executor
 from serve_app.simulation.vllm_executor import SimulatedExecutor
-from tests.serve_app.simulation.virtual import NUMBERS, VirtualTime
+from tests.fakes.clock import Clock
+from tests.serve_app.simulation.virtual import NUMBERS, device_of
 
 
 class VirtualEngine:
@@ -42,7 +43,7 @@ class VirtualEngine:
         submit_s: Seconds that each of the two parts of a submission takes.
     """
 
-    def __init__(self, time: VirtualTime, engine: dict[str, Any] | None = None, **fields: Any) -> None:
+    def __init__(self, time: Clock, engine: dict[str, Any] | None = None, **fields: Any) -> None:
         content = {"id": "demo", "simulate": NUMBERS | fields, "engine": engine or {}}
         args = AsyncEngineArgs.from_cli_args(vllm_args(LLMSettings.model_validate(content)))
         self.time = time
@@ -167,7 +168,7 @@ class LiveFirstEngine(VirtualEngine):
 @contextmanager
 def virtual_engines(kind: type[VirtualEngine] = VirtualEngine) -> Iterator[Callable[..., VirtualEngine]]:
     """Return what starts engines on one virtual clock; they end with the block."""
-    clock = VirtualTime()
+    clock = Clock()
     started: list[VirtualEngine] = []
 
     def start(**fields: Any) -> VirtualEngine:
@@ -175,7 +176,7 @@ def virtual_engines(kind: type[VirtualEngine] = VirtualEngine) -> Iterator[Calla
         return started[-1]
 
     with (
-        patch.object(vllm_executor, "Device", clock.device),
+        patch.object(vllm_executor, "Device", lambda profile: device_of(profile, clock)),
         # It walks through every object of this process.
         patch.object(vllm_core, "freeze_gc_heap", lambda: None),
     ):

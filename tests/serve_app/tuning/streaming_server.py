@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -143,15 +143,6 @@ class _Events(httpx.AsyncByteStream):
 
     async def aclose(self) -> None:
         await self._events.aclose()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait until a condition holds, a minute at most."""
-    for _ in range(12_000):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("the condition did not come true")
 
 
 @asynccontextmanager

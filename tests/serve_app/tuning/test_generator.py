@@ -12,11 +12,11 @@ from serve_app.tuning.load import LOOK_S, Generator, LoadLevel, LoadStep, Reques
 from serve_app.tuning.service import Service
 from serve_app.tuning.workload import TokenLengths
 from tests.batcher.virtual import now, virtual
+from tests.progress import until
 from tests.serve_app.tuning.streaming_server import (
     StreamingServer,
     StreamingTransport,
     streaming_server,
-    until,
 )
 
 GOALS = parse_goals("ttft_p99<5,tpot_p99<5")

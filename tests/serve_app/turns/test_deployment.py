@@ -10,7 +10,7 @@ import pytest
 from serve_app.settings.schema import parse
 from serve_app.turns.deployment import OPENING_S, SILENT_S, Turns
 from serve_app.turns.messages import Order, State, TurnDemand, TurnReport
-from tests.batcher.virtual import Clock
+from tests.fakes.clock import Clock
 
 MODEL = {"source": "s", "simulate": "h100-8b", "share": "g"}
 SETTINGS = parse(

@@ -1,4 +1,4 @@
-"""A disk that fails, for the files of one name."""
+"""A disk that fails, and a process that ends between two steps."""
 
 import errno
 import os
@@ -6,6 +6,31 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
+
+
+class KilledError(BaseException):
+    """The end of the process; nothing in it may handle this."""
+
+
+class Life:
+    """A process that ends before its n-th step.
+
+    Args:
+        at: Number of the step, from 0; None: the process lives on.
+
+    Attributes:
+        steps: Names of the steps that the process has made.
+    """
+
+    def __init__(self, at: int | None = None) -> None:
+        self.steps: list[str] = []
+        self._at = at
+
+    def reach(self, step: str) -> None:
+        """Make a step, or end."""
+        if self._at is not None and len(self.steps) >= self._at:
+            raise KilledError(step)
+        self.steps.append(step)
 
 
 def _is(path: Path, handle: int) -> bool:

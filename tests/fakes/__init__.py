@@ -1,0 +1,1 @@
+"""Doubles that tests of several rooms share: a clock, a disk, a service on loopback."""
