@@ -163,13 +163,3 @@ def add(queue: RequestQueue[Entry[Any]], *names: str, cost: int = 1, **fields: o
     for entry in entries:
         queue.add(entry)
     return entries
-
-
-def names(entries: Sequence[Entry[Any]]) -> str:
-    """Return the names of entries as one word."""
-    return "".join(entry.record for entry in entries)
-
-
-def taken(queue: RequestQueue[Entry[Any]], budget: int | None = None, max_records: int | None = None) -> str:
-    """Take entries, and return their names as one word."""
-    return names(queue.take(budget, max_records))

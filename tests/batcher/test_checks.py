@@ -83,6 +83,9 @@ SETTINGS: dict[type, dict[str, list[Any]]] = {
         ),
         "tenant_weights": [{"a": value} for value in BAD_NUMBERS] + [5],
         "padded": [5, "no"],
+        "forming": ["random"],
+        "oversize": ["split"],
+        "on_error": ["retry"],
     },
     ContinuousBatcher: {
         **dict.fromkeys(
@@ -90,6 +93,9 @@ SETTINGS: dict[type, dict[str, list[Any]]] = {
             BAD_NUMBERS,
         ),
         "background": [float("nan"), HUGE, "5"],
+        "max_starting": BAD_NUMBERS,
+        "policy": ["best"],
+        "oversize": ["split"],
         "tenant_weights": [{"a": value} for value in BAD_NUMBERS],
     },
     TokenBatcher: dict.fromkeys(["target_batch_tokens", "default_token_estimate"], BAD_NUMBERS),

@@ -40,31 +40,6 @@ async def test_a_small_record_does_not_pass_a_large_one_that_waits() -> None:
 
 
 @virtual
-async def test_max_running_bounds_the_records() -> None:
-    async with continuous_batcher(100, max_running=2) as batcher:
-        holders = Holders(batcher)
-        for name in "abc":
-            await holders.enter(name, 1)
-        assert holders.inside == ["a", "b"]
-        await holders.leave("a")
-        assert holders.inside == ["b", "c"]
-        await holders.leave("b", "c")
-
-
-@virtual
-async def test_the_queue_decides_who_is_next() -> None:
-    async with continuous_batcher(10) as batcher:
-        holders = Holders(batcher)
-        await holders.enter("x")
-        await holders.enter("d", priority=1)
-        await holders.enter("a", tenant="one")
-        await holders.enter("c", tenant="one")
-        await holders.enter("b", tenant="two")
-        await holders.leave(*"xabcd")
-        assert holders.order == "xabcd"
-
-
-@virtual
 async def test_an_oversize_record_is_refused() -> None:
     async with continuous_batcher(100) as batcher:
         with pytest.raises(Oversize, match="costs 101, at most 100"):
@@ -173,18 +148,6 @@ async def test_an_expired_record_makes_way_for_the_next() -> None:
 
 
 @virtual
-async def test_a_cancelled_holder_gives_its_slot_back() -> None:
-    async with continuous_batcher(10) as batcher:
-        holders = Holders(batcher)
-        await holders.enter("a")
-        await holders.enter("b")
-        await holders.cancel("a")
-        assert holders.inside == ["b"]
-        await holders.leave("b")
-        check_empty(batcher)
-
-
-@virtual
 async def test_a_grant_that_meets_a_cancel_is_not_lost() -> None:
     async with continuous_batcher(10) as batcher:
         holders = Holders(batcher)
@@ -234,21 +197,6 @@ async def test_who_is_cancelled_outside_is_passed_over() -> None:
 
 
 @virtual
-async def test_who_is_cancelled_as_the_batcher_stops_is_cancelled() -> None:
-    batcher = continuous_batcher(10, max_queue_size=1)
-    await batcher.start()
-    holders = Holders(batcher)
-    for name in "abc":
-        await holders.enter(name, wait=True)
-    for name in "abc":
-        holders.tasks[name].cancel()
-    await batcher.stop(drain=False)
-    await blocked()
-    assert all(task.cancelled() for task in holders.tasks.values())
-    check_empty(batcher)
-
-
-@virtual
 async def test_a_slot_is_released_once() -> None:
     async with continuous_batcher(10) as batcher:
         async with batcher.slot(10) as slot:
@@ -285,36 +233,7 @@ async def test_a_slot_is_entered_once() -> None:
             await slot.__aenter__()
 
 
-@virtual
-async def test_an_error_in_the_block_gives_the_slot_back() -> None:
-    async with continuous_batcher(10) as batcher:
-        with pytest.raises(ZeroDivisionError):
-            async with batcher.slot(10):
-                raise ZeroDivisionError
-        assert batcher.stats.total_failed == 1
-        check_empty(batcher)
-
-
 # Life
-
-
-@virtual
-async def test_stop_ends_at_its_timeout() -> None:
-    batcher = continuous_batcher(10)
-    await batcher.start()
-    holders = Holders(batcher)
-    await holders.enter("a")
-    await holders.enter("b")
-    await batcher.stop(timeout=3.0)
-    await blocked()
-    assert now() == pytest.approx(3.0, abs=0.01)
-    assert isinstance(holders.tasks["b"].exception(), Closed)
-    occupancy = batcher.stats.occupancy
-    assert occupancy == pytest.approx(1.0, abs=0.01)
-    await asyncio.sleep(100)
-    await holders.leave("a")
-    assert batcher.stats.running == 0
-    assert batcher.stats.occupancy == occupancy
 
 
 # Capacity
@@ -565,42 +484,6 @@ async def test_a_tenant_is_charged_for_what_it_used() -> None:
 
 
 @virtual
-async def test_submit_runs_a_function_in_a_slot() -> None:
-    async def double(record: int) -> int:
-        await asyncio.sleep(1)
-        return 2 * record
-
-    async with continuous_batcher(10, max_running=2) as batcher:
-        tasks = [await batcher.submit(double, i, 5) for i in range(6)]
-        assert await asyncio.gather(*tasks) == [0, 2, 4, 6, 8, 10]
-        assert now() == pytest.approx(3, abs=0.01)
-        check_empty(batcher)
-
-
-@virtual
-async def test_cancelling_what_was_submitted_frees_its_place() -> None:
-    async with continuous_batcher(10) as batcher:
-        ran = []
-
-        async def hold(record: str) -> None:
-            ran.append(record)
-            await asyncio.sleep(100)
-
-        running = await batcher.submit(hold, "running", 10)
-        waiting = await batcher.submit(hold, "waiting", 10)
-        unstarted = await batcher.submit(hold, "unstarted", 10)
-        unstarted.cancel()
-        await blocked()
-        waiting.cancel()
-        await blocked()
-        running.cancel()
-        await blocked()
-        assert ran == ["running"]
-        assert batcher.stats.total_cancelled == 3
-        check_empty(batcher)
-
-
-@virtual
 async def test_a_submit_that_is_cancelled_leaves_no_error_behind() -> None:
     reports: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reports.append(context))
@@ -786,15 +669,6 @@ async def test_the_estimate_counts_only_what_goes_first() -> None:
 
 
 @virtual
-async def test_the_estimate_knows_the_bound_on_records() -> None:
-    async with continuous_batcher(1000, max_running=1) as batcher:
-        async with batcher.slot(1):
-            await asyncio.sleep(3)
-        async with batcher.slot(1):
-            assert batcher.estimate_wait(1) == pytest.approx(3, rel=0.01)
-
-
-@virtual
 async def test_statistics_are_true_in_the_middle() -> None:
     async with continuous_batcher(100) as batcher:
         await asyncio.sleep(1)
@@ -820,23 +694,6 @@ async def test_statistics_are_true_in_the_middle() -> None:
 
 
 # Arguments
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"capacity": 0}, "capacity must be a whole number >= 1, not 0"),
-        ({"max_running": 0}, "max_running must be a whole number >= 1, not 0"),
-        ({"max_queue_size": 0}, "max_queue_size must be a whole number >= 1, not 0"),
-        ({"max_queue_cost": 0}, "max_queue_cost must be a whole number >= 1, not 0"),
-        ({"policy": "best"}, "policy must be one of 'guaranteed_no_evict', 'max_utilization', not 'best'"),
-        ({"oversize": "split"}, "oversize must be one of 'reject', 'alone', not 'split'"),
-        ({"priority_aging_s": -1}, "priority_aging_s must be a finite number > 0, not -1"),
-    ],
-)
-def test_wrong_settings_are_refused(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ContinuousBatcher(**{"capacity": 1, **settings})  # type: ignore[arg-type]
 
 
 @virtual

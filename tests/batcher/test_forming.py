@@ -87,11 +87,6 @@ def test_a_record_over_the_budget_goes_alone(forming: Forming) -> None:
 
 
 @pytest.mark.parametrize("forming", ["sorted", "bucketed"])
-def test_lengths_of_nothing_are_fine(forming: Forming) -> None:
-    assert batches(former(forming), [0, 0, 0, 0, 0]) == [[0, 0, 0, 0], [0]]
-
-
-@pytest.mark.parametrize("forming", ["sorted", "bucketed"])
 def test_the_look_ahead_is_bounded(forming: Forming) -> None:
     lengths = [10, 500, 10, 10, 10, 10]
     assert batches(former(forming, lookahead=3), lengths)[0] == [10, 10]
@@ -144,10 +139,3 @@ def test_batches_by_length_pad_little_more_than_sorting_everything(forming: Form
     assert padded(cuts) / sum(map(sum, cuts)) < most * best / sum(lengths)
     arrival = padded(batches(former("arrival", max_records=64), lengths))
     assert arrival > 3 * best
-
-
-def test_full_counts_records_and_cost() -> None:
-    assert former("arrival", max_records=4, budget=100).full(4, 0)
-    assert former("arrival", max_records=4, budget=100).full(1, 100)
-    assert not former("arrival", max_records=4, budget=100).full(3, 99)
-    assert not former("static", max_records=4, budget=100).full(3, 1000)

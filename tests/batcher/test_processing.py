@@ -44,33 +44,6 @@ async def test_a_poison_record_fails_alone() -> None:
 
 
 @virtual
-async def test_several_poison_records_fail_alone() -> None:
-    async def process(batch: list[int]) -> list[int]:
-        if any(i % 20 == 7 for i in batch):
-            raise ValueError(batch)
-        return batch
-
-    async with dynamic_batcher(process) as batcher:
-        results = await results_of([await batcher.submit(i) for i in range(100)])
-    assert [i for i, result in enumerate(results) if isinstance(result, ValueError)] == [7, 27, 47, 67, 87]
-
-
-@virtual
-async def test_an_outage_does_not_call_for_every_record() -> None:
-    calls = []
-
-    async def process(batch: list[int]) -> list[int]:
-        calls.append(len(batch))
-        raise OSError(5, "the device is gone")
-
-    async with dynamic_batcher(process) as batcher:
-        results = await results_of([await batcher.submit(i) for i in range(256)])
-    assert all(isinstance(result, OSError) and result.errno == 5 for result in results)
-    assert len({id(result) for result in results}) == 256
-    assert len(calls) < 50
-
-
-@virtual
 async def test_on_error_fail_fails_the_whole_batch_with_an_error_for_each() -> None:
     calls = []
 
@@ -184,17 +157,6 @@ async def test_the_rows_of_an_array_are_results() -> None:
 
     async with dynamic_batcher(process) as batcher:
         assert await results_of([await batcher.submit(i) for i in range(2)]) == ["row 0", "row 1"]
-
-
-@virtual
-async def test_the_list_that_a_function_is_given_is_its_own() -> None:
-    async def process(batch: list[int]) -> list[int]:
-        results = [2 * record for record in batch]
-        batch.clear()
-        return results
-
-    async with dynamic_batcher(process) as batcher:
-        assert await results_of([await batcher.submit(i) for i in range(3)]) == [0, 2, 4]
 
 
 def test_an_exit_of_the_process_is_passed_on_and_still_ends_every_future() -> None:

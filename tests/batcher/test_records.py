@@ -153,16 +153,6 @@ def test_the_share_of_a_tenant_counts_records() -> None:
     assert queue.size == 20
 
 
-def test_an_empty_queue_takes_any_one_entry() -> None:
-    queue = queue_of(max_size=4)
-    queue.add(Entry(0, 1, records=7))
-    with pytest.raises(QueueFull):
-        queue.add(Entry(1, 1))
-    assert queue.ahead(0) == (7, 1)
-    assert [entry.record for entry in queue.take()] == [0]
-    assert queue.size == 0
-
-
 @virtual
 async def test_the_books_count_records() -> None:
     async with continuous_batcher(1_000, max_running=4) as batcher:

@@ -17,7 +17,7 @@ from batcher import (
     Observation,
     Stats,
 )
-from batcher.stats import RECENT, Recorder, percentiles
+from batcher.stats import Recorder, percentiles
 from tests.batcher.helpers import dynamic_batcher, refusing_bad, results_of
 from tests.batcher.virtual import Clock, virtual
 
@@ -48,13 +48,6 @@ def test_time_is_busy_or_idle_only_while_open() -> None:
     assert times(101.0) == (3.0, 3.0)
 
 
-def test_percentiles_are_over_recent_records() -> None:
-    recorder = Recorder()
-    recorder.ran(100, [0.0] * 100, 9.0)
-    recorder.ran(RECENT, [0.0] * RECENT, 1.0)
-    assert recorder.common(0.0)["run_p99_s"] == 1.0
-
-
 async def test_first_tokens_are_timed_from_submission_for_records_that_tell_them() -> None:
     now = 10.0
     async with ContinuousBatcher(capacity=100, clock=lambda: now) as batcher:
@@ -69,14 +62,6 @@ async def test_first_tokens_are_timed_from_submission_for_records_that_tell_them
                 # The second piece of a stream is no first token.
                 slot.first_token()
         assert (batcher.stats.ttft_p50_s, batcher.stats.ttft_p99_s) == (2.0, 3.0)
-
-
-def test_first_tokens_are_those_of_recent_records() -> None:
-    recorder = Recorder()
-    for seconds in (*[9.0] * 100, *[1.0] * RECENT):
-        recorder.ttfts_s.append(seconds)
-    found = recorder.window(0.0)
-    assert (found["ttft_p50_s"], found["ttft_p99_s"]) == (1.0, 1.0)
 
 
 def test_snapshots_are_plain_data() -> None:
@@ -122,12 +107,6 @@ async def test_tokens_count_however_the_cost_of_a_slot_was_given() -> None:
         async with batcher.slot(prompt_tokens=5, max_tokens=5) as slot:
             slot.report(3)
         assert batcher.stats.output_tokens == 10
-
-
-async def test_a_slot_that_was_not_entered_has_no_first_token() -> None:
-    async with ContinuousBatcher(capacity=100) as batcher:
-        batcher.slot(10).first_token()
-        assert batcher.stats.ttft_p50_s is None
 
 
 # Observations
