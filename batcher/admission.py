@@ -220,7 +220,7 @@ class Batcher(ABC, Generic[EntryT]):
             # Space came, and another that came before it needs more.
             return
         queue.remove(entry)
-        if queue.unwanted:
+        if self._end_wishes():
             self._decide()
         self._recorder.total_rejected += entry.records
         wait_s = self.estimate_wait(entry.cost, entry.priority, entry.tenant, records=entry.records)
@@ -255,9 +255,7 @@ class Batcher(ABC, Generic[EntryT]):
                 # 3. What waits outside comes in where there is space now.
                 queue.admit()
                 # 4. Wishes for which nothing waits any more end; that may let others start.
-                if queue.unwanted:
-                    self._end_wishes()
-                    self._again = True
+                self._again = self._again or self._end_wishes()
         finally:
             self._deciding = False
         # 5. The next deadline, or another time at which records may start, brings us back.
@@ -308,8 +306,9 @@ class Batcher(ABC, Generic[EntryT]):
         if self._queue.remove(entry):
             self._decide()
 
-    def _end_wishes(self) -> None:
-        """Say which needs no record waits for any more, where records have needs."""
+    def _end_wishes(self) -> bool:
+        """End the wishes for needs for which no record waits any more; return whether there were any."""
+        return False
 
     @abstractmethod
     def _start_ready(self) -> None:

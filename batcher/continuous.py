@@ -300,6 +300,7 @@ class ContinuousBatcher(Batcher[Slot]):
         self._ask_at = -math.inf  # when slots that run are asked again for their tokens
         self._correction = Correction()
         self._lanes = lanes
+        self._wishes: set[str] = set()  # needs that were refused, and not taken since
         self._max_starting = sys.maxsize if max_starting is None else max_starting
         # Records that have ended, and what they produced; the latest weigh most.
         self._ended_records, self._ended_tokens = 1.0, FIRST_OUTPUT
@@ -606,9 +607,10 @@ class ContinuousBatcher(Batcher[Slot]):
                 # All is as it was before: what this gives back was free when others were refused.
                 for taken in slot.needs[:number]:
                     lanes.give(taken)
+                self._wishes.add(need)
                 queue.refuse(need)
                 return False
-            queue.grant(need)
+            self._wishes.discard(need)
         slot.held = slot.needs
         return True
 
@@ -683,10 +685,14 @@ class ContinuousBatcher(Batcher[Slot]):
             if slot._answer is not None and slot._produced is not None:
                 slot.report(max(slot.output_tokens, slot._produced()))
 
-    def _end_wishes(self) -> None:
-        for need in self._queue.end_wishes():
+    def _end_wishes(self) -> bool:
+        # With the last record that waits for a need its wish ends, once.
+        ended = sorted(need for need in self._wishes if not self._queue.wants(need))
+        self._wishes.difference_update(ended)
+        for need in ended:
             if self._lanes is not None and self._lanes.unwanted(need):
                 self._queue.reopen()
+        return bool(ended)
 
     def _begin(self, slot: Slot, background: bool, claim: Claim) -> None:
         now = slot.started_at = self._clock()

@@ -32,12 +32,12 @@ class Entry(asyncio.Future[ResultT]):
     submitted_at: float = 0.0  # time of its submission, on the batcher's clock
     admitted: bool = field(default=False, init=False)  # counts against the queue's bounds, or has been taken
     space: asyncio.Future[None] | None = field(default=None, init=False)  # wakes who waits for its admission
-    # The backlog in which it waits, or has waited last, the neighbours there, and its deadline's item.
+    # The account of its tenant, its neighbours in the backlog, its place by arrival, and its deadline's item.
     _place: Any = field(init=False)
     _previous: Any = field(init=False)
     _next: Any = field(default=None, init=False)
+    _order: int = field(init=False)
     _item: Any = field(default=None, init=False)
-    _order: int = field(init=False)  # by arrival; only if it came when its backlog had several rings
 
     def __post_init__(self, loop: asyncio.AbstractEventLoop | None) -> None:
         if loop is not None:

@@ -7,6 +7,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from batcher import checks
@@ -21,29 +22,46 @@ LATEST_S = 60.0  # seconds after which that is at the latest, unless the wait is
 MAX_TIERS = 64  # tiers of a tenant for which such times are remembered
 
 
-class Heap(list[tuple[float, int, Any]]):
-    """Things by a key, the lowest first; of those with the same key, the one that came first.
+_arrival, _served = attrgetter("_next._order"), attrgetter("key")
 
-    One that isn't its thing's `_item` any more goes when it is at the top, or when the items have doubled.
+
+class Heap(list[tuple[Any, int, Any]]):
+    """Things by a key of theirs, the lowest first; of those with the same key, the one that came first.
+
+    A key may rise at any time: it is put right when the thing comes to the top. A thing whose key has fallen
+    is pushed again. A thing that leaves has no `_item` from then on; its old items go at the top, or when the
+    items have doubled.
     """
 
     _sequence = itertools.count()
     _most = SLACK
 
-    def push(self, key: float, thing: Any) -> None:
+    def __init__(self, key: Callable[[Any], Any]) -> None:
+        self._key = key
+
+    def push(self, thing: Any) -> None:
         """Put a thing in, or into another place; among those with the same key it keeps its own."""
         order = next(self._sequence) if thing._item is None else thing._item[1]
-        thing._item = item = (key, order, thing)
+        thing._item = item = (self._key(thing), order, thing)
         heapq.heappush(self, item)
         if len(self) > self._most:
             self[:] = [item for item in self if item is item[2]._item]
             heapq.heapify(self)
             self._most = 2 * len(self) + SLACK
 
-    def top(self) -> tuple[float, int, Any] | None:
-        while self and self[0] is not self[0][2]._item:
-            heapq.heappop(self)
-        return self[0] if self else None
+    def top(self) -> Any:
+        """Return the thing with the lowest key; None: there is none."""
+        while self:
+            item = self[0]
+            thing = item[2]
+            if item is not thing._item:
+                heapq.heappop(self)
+            elif item[0] != (key := self._key(thing)):
+                thing._item = (key, item[1], thing)
+                heapq.heapreplace(self, thing._item)
+            else:
+                return thing
+        return None
 
 
 @dataclass(slots=True, eq=False)
@@ -52,83 +70,78 @@ class Tenant:
 
     name: str
     weight: float = 0.0  # its share in relation to the others
-    charge: int = UNIT  # what a unit of cost adds to the keys of its backlogs
+    charge: int = UNIT  # what a unit of cost adds to the keys of its accounts
     backlogs: int = 0  # tiers in which records of it wait, for space too
     size: int = 0  # records that count against the bounds
     cost: int = 0  # their cost
     returns: dict[int, float] = field(default_factory=dict)  # when refused records come next, by priority
 
 
-@dataclass(slots=True, eq=False)
-class Ring:
-    """The entries of a backlog that have the same needs, by arrival."""
-
-    backlog: "Backlog"
-    needs: tuple[str, ...]
-    refused: str | None = None  # the refused need for which its entries are passed by
-    _item: Any = None
-    _next: Any = field(init=False)
-    _previous: Any = field(init=False)
-
-
-class Rings(dict[tuple[str, ...], Ring]):
-    """The rings of a backlog, by their needs."""
+class Needs:
+    """The needs that were refused, and the backlogs that are passed by for one of them."""
 
     def __init__(self) -> None:
-        # The rings that are not passed by, as far as is known, by the arrival of their first entry.
-        self.heads: Heap = Heap()
+        self.refused: set[str] = set()
+        self.wanted: dict[str, int] = {}  # backlogs by their needs
+        self.passed: set[Backlog] = set()
 
 
 @dataclass(slots=True, eq=False)
 class Backlog:
-    """The entries of one tenant in one tier, by arrival, in a ring with itself: any leaves at once.
+    """The entries of one tenant in one tier that have the same needs, by arrival.
 
-    Entries with needs are in rings of their own, so that those whose need is refused can be passed by.
+    They stand in a ring with the backlog itself: any entry leaves at once.
     """
+
+    account: "Account"
+    needs: tuple[str, ...]
+    _item: Any = None
+    _next: Any = field(init=False)
+    _previous: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._next = self._previous = self
+
+
+@dataclass(slots=True, eq=False)
+class Account:
+    """What one tenant was served in one tier, and its backlogs there."""
 
     tenant: Tenant
     tier: Any = None  # as long as it has entries
     key: float = -math.inf  # the cost that it was served, by its weight: the one with the lowest goes first
-    total: int = 0  # records in it
+    total: int = 0  # records that wait
     outside: int = 0  # entries that wait for space
-    rings: Rings | None = None  # the entries with needs
-    _item: Any = None  # without the backlog, as long as it is not among the turns of its tier
-    _next: Any = field(init=False)
-    _previous: Any = field(init=False)
+    # As long as it has entries: the backlogs by their needs, and by the arrival of their first entry, but for
+    # those passed by.
+    backlogs: dict[tuple[str, ...], Backlog] = field(init=False)
+    heads: Heap = field(init=False)
+    _item: Any = None
 
-    def first(self, refused: dict[str, set[Ring]]) -> Any:
-        """Return the first entry that has no refused need, or None; rings that are passed by are noted."""
-        first = None if self._next is self else self._next
-        if self.rings:
-            heads = self.rings.heads
-            while (item := heads.top()) is not None:
-                ring: Ring = item[2]
-                ring.refused = next((need for need in ring.needs if need in refused), None)
-                if ring.refused is None:
-                    # An entry without an order came before the backlog had rings.
-                    return ring._next if first is None or item[0] < getattr(first, "_order", 0) else first
-                refused[ring.refused].add(ring)
-                ring._item = None
-        return first
+    def first(self, needs: Needs) -> Any:
+        """Return the first entry that has no refused need, or None; backlogs that are passed by are noted."""
+        while (backlog := self.heads.top()) is not None:
+            if needs.refused.isdisjoint(backlog.needs):
+                return backlog._next
+            heapq.heappop(self.heads)
+            needs.passed.add(backlog)
+        return None
 
     def entries(self) -> Iterator[Any]:
         """Yield all entries, in no particular order."""
-        rings: list[Any] = [self, *(self.rings or {}).values()]
-        for ring in rings:
-            entry = ring._next
-            while entry is not ring:
+        for backlog in self.backlogs.values():
+            entry = backlog._next
+            while entry is not backlog:
                 following = entry._next
                 yield entry
                 entry = following
 
     def turns(self) -> Iterator[tuple[float, int, Any]]:
-        """Yield the entries without needs in their order, each after the key of its turn."""
-        key, order, entry = self.key, self._item[1], self._next
-        while entry is not self:
-            following = entry._next
+        """Yield the entries in their order, each after the key of its turn; none of them has needs."""
+        key, order = self.key, self._item[1]
+        for entry in self.entries():
             yield key, order, entry
             key += (entry.cost or 1) * self.tenant.charge
-            entry = following
 
     def retry_after(self, priority: int, wait_s: float, now: float) -> float:
         """Return in how many seconds a record that is refused now, and would wait so long, should come."""
@@ -145,58 +158,46 @@ class Backlog:
 
 @dataclass(slots=True, eq=False)
 class Tier:
-    """The entries of one priority, as backlogs by tenant."""
+    """The entries of one priority, as accounts of tenants."""
 
     turn: tuple[float, int]  # when its turn is, and its priority: the lowest goes first
+    needs: Needs  # those of the queue
     size: int = 0  # records that count against the bounds
     cost: int = 0  # their cost
     outside: int = 0  # records that wait for space
     outside_cost: int = 0  # their cost
-    backlogs: dict[str, Backlog] = field(default_factory=dict)
-    turns: Heap = field(default_factory=Heap)  # the backlogs by their keys, but for those passed by
-    level: float = 0  # the highest key of a backlog at the time that it was served
-    idle: dict[str, Backlog] = field(default_factory=dict)  # those without entries, for what they were served
+    accounts: dict[str, Account] = field(default_factory=dict)
+    turns: Heap = field(default_factory=lambda: Heap(_served))  # the accounts, but for those passed by
+    level: float = 0  # the highest key of an account at the time that it was served
+    idle: dict[str, Account] = field(default_factory=dict)  # those without entries, for what they were served
 
-    def first(self, refused: dict[str, set[Ring]]) -> Any:
+    def first(self) -> Any:
         """Return the entry whose turn it is; None: all have a refused need."""
-        turns = self.turns
-        while turns:
-            item = turns[0]
-            backlog: Backlog = item[2]
-            if item is not backlog._item:
-                heapq.heappop(turns)
-            elif item[0] != backlog.key and len(turns) > 1:
-                # Keys mostly rise, so an item is put right only when it comes to the top.
-                backlog._item = (backlog.key, item[1], backlog)
-                heapq.heapreplace(turns, backlog._item)
-            elif not backlog.rings:
-                return backlog._next
-            elif (entry := backlog.first(refused)) is not None:
+        while (account := self.turns.top()) is not None:
+            if (entry := account.first(self.needs)) is not None:
                 return entry
-            else:
-                heapq.heappop(turns)
-                backlog._item = (*item[:2], None)
+            heapq.heappop(self.turns)
         return None
 
-    def reopen(self, backlog: Backlog) -> None:
-        """Give a backlog turns again that was passed by."""
-        if backlog._item[2] is None:
-            self.turns.push(backlog.key, backlog)
+    def open(self, backlog: Backlog) -> None:
+        """Give a backlog its turns: it is new, or was passed by."""
+        backlog.account.heads.push(backlog)
+        self.turns.push(backlog.account)
 
-    def join(self, tenant: Tenant, refused: dict[str, set[Ring]]) -> Backlog:
-        """Return the backlog of a tenant that gets an entry: behind the others, if it was served no more."""
-        first = self.first(refused)
-        backlog = self.idle.pop(tenant.name, None) or Backlog(tenant)
-        backlog.tenant, backlog.tier = tenant, self
-        self.backlogs[tenant.name] = backlog._next = backlog._previous = backlog
-        backlog.key = max(backlog.key, self.level if first is None else first._place.key)
-        self.turns.push(backlog.key, backlog)
-        return backlog
+    def join(self, tenant: Tenant) -> Account:
+        """Return the account of a tenant that gets an entry: behind the others, if it was served no more."""
+        first = self.first()
+        account = self.idle.pop(tenant.name, None) or Account(tenant)
+        account.tenant, account.tier, account.backlogs, account.heads = tenant, self, {}, Heap(_arrival)
+        account.key = max(account.key, self.level if first is None else first._place.key)
+        self.accounts[tenant.name] = account
+        return account
 
-    def retire(self, backlog: Backlog) -> None:
-        """Take in that a backlog has no entries left; no cycle is left to collect either."""
-        backlog._item = backlog._next = backlog._previous = backlog.tier = backlog.rings = None
-        self.idle[backlog.tenant.name] = self.backlogs.pop(backlog.tenant.name)
+    def retire(self, account: Account) -> None:
+        """Take in that an account has no entries left; no cycle is left to collect either."""
+        account._item = account.tier = None
+        del account.backlogs, account.heads
+        self.idle[account.tenant.name] = self.accounts.pop(account.tenant.name)
         if len(self.idle) > MAX_IDLE_TENANTS:
             for name in sorted(self.idle, key=lambda name: self.idle[name].key)[: MAX_IDLE_TENANTS // 2]:
                 del self.idle[name]

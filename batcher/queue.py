@@ -11,13 +11,13 @@ from typing import Any, Generic, TypeVar
 from batcher import checks
 from batcher.entries import Entry
 from batcher.errors import QueueFull
-from batcher.fair_share import Backlog, Heap, Ring, Rings, Tenant, Tenants, Tier
+from batcher.fair_share import Account, Backlog, Heap, Needs, Tenant, Tenants, Tier
 
 BACKGROUND_SHARE = 0.9  # share of the bounds that the background may fill
 OPEN_SHARE = 0.8  # share of them that any tenant may fill; beyond it each has its fair share of the whole
 
 EntryT = TypeVar("EntryT", bound=Entry[Any])
-_by_turn = attrgetter("turn")
+_by_turn, _by_deadline = attrgetter("turn"), attrgetter("deadline")
 _arrivals = itertools.count(1)
 
 
@@ -68,12 +68,9 @@ class RequestQueue(Generic[EntryT]):
         self._tiers: dict[int, Tier] = {}
         self.tenants: Tenants = Tenants(clock, tenant_weights or {})  # of its entries, now and of late
         self._outside: OrderedDict[EntryT, None] = OrderedDict()
-        self._deadlines: Heap = Heap()
+        self._deadlines: Heap = Heap(_by_deadline)
         self._expired: list[EntryT] = []
-        self._wanted: dict[str, int] = {}  # rings of entries that wait for a need
-        self._refused: dict[str, set[Ring]] = {}  # refused needs, and the rings that are passed by for each
-        self._wished: set[str] = set()  # needs that were refused, and not taken since
-        self.unwanted: set[str] = set()  # those of them for which the last entry has left
+        self._needs = Needs()
 
     @property
     def outside(self) -> int:
@@ -89,8 +86,8 @@ class RequestQueue(Generic[EntryT]):
 
     def __iter__(self) -> Iterator[EntryT]:
         """Iterate over all that wait, in no particular order."""
-        backlogs = (backlog for tier in self._tiers.values() for backlog in tier.backlogs.values())
-        return (entry for backlog in backlogs for entry in backlog.entries())
+        accounts = (account for tier in self._tiers.values() for account in tier.accounts.values())
+        return (entry for account in accounts for entry in account.entries())
 
     def classes(self) -> dict[int, tuple[int, int]]:
         """Return how many records count against the bounds, and their cost, by priority."""
@@ -114,10 +111,10 @@ class RequestQueue(Generic[EntryT]):
             total = tier.size + tier.outside
             before = total if level <= priority else 0
             if level == priority and tenant is not None:
-                backlog = tier.backlogs.get(tenant)
-                own, others = (backlog.total, -1) if backlog else (0, 0)
+                account = tier.accounts.get(tenant)
+                own, others = (account.total, -1) if account else (0, 0)
                 # Each other tenant is served once more at most than its own has records waiting.
-                before = min(before, own + (len(tier.backlogs) + others) * (own + 1))
+                before = min(before, own + (len(tier.accounts) + others) * (own + 1))
             records += before
             cost += (tier.cost + tier.outside_cost) * before // total
         return records, cost
@@ -125,87 +122,65 @@ class RequestQueue(Generic[EntryT]):
     def put(self, entry: EntryT, needs: tuple[str, ...] = ()) -> bool:
         """Put an entry in its place; return False if it waits outside. ValueError: it waits already.
 
-        Entries of a backlog with the same needs stay in order; only `head` returns entries with needs.
+        Entries of a tenant with the same needs stay in order; only `head` returns entries with needs.
         """
         if entry._next is not None:
             raise ValueError("the entry waits already")
         records, cost = entry.records, entry.cost
         tier = self._tiers.get(entry.priority)
         if tier is None:
-            tier = self._tiers[entry.priority] = Tier(self._next_turn(entry.priority, self._clock()))
-        backlog = tier.backlogs.get(entry.tenant)
+            turn = self._next_turn(entry.priority, self._clock())
+            tier = self._tiers[entry.priority] = Tier(turn, self._needs)
+        account = tier.accounts.get(entry.tenant)
+        if account is None:
+            account = tier.join(self.tenants.join(entry.tenant))
+        backlog = account.backlogs.get(needs)
+        new = backlog is None
         if backlog is None:
-            backlog = tier.join(self.tenants.join(entry.tenant), self._refused)
-        ring = self._ring(backlog, entry, needs) if needs or backlog.rings else backlog
-        last = ring._previous
-        entry._place, entry._previous, entry._next = backlog, last, ring
-        last._next = ring._previous = entry
-        backlog.total += records
+            backlog = account.backlogs[needs] = Backlog(account, needs)
+        last = backlog._previous
+        entry._place, entry._previous, entry._next = account, last, backlog
+        entry._order = next(_arrivals)
+        last._next = backlog._previous = entry
+        if new:
+            tier.open(backlog)
+            for need in needs:
+                self._needs.wanted[need] = self._needs.wanted.get(need, 0) + 1
+        account.total += records
         self.total += records
         self.total_cost += cost
         size, used = self.size + records, self.cost + cost
-        entry.admitted = admitted = not backlog.outside and (
+        entry.admitted = admitted = not account.outside and (
             (size <= self._open_size and used <= self._open_cost) or self._bound(entry) is None
         )
         if admitted:
             self.size, self.cost = size, used
             self.entered += records
-            backlog.tenant.size += records
-            backlog.tenant.cost += cost
+            account.tenant.size += records
+            account.tenant.cost += cost
             tier.size += records
             tier.cost += cost
         else:
             self._outside[entry] = None
             self._count_outside(entry, 1)
         if entry.deadline is not None:
-            self._deadlines.push(entry.deadline, entry)
+            self._deadlines.push(entry)
         return admitted
 
-    def _ring(self, backlog: Backlog, entry: EntryT, needs: tuple[str, ...]) -> Any:
-        """Return the ring of a backlog for an entry that comes now, and give the backlog its turns."""
-        entry._order = next(_arrivals)
-        rings = backlog.rings
-        if rings is None:
-            rings = backlog.rings = Rings()
-        if (ring := rings.get(needs)) is not None:
-            return ring
-        backlog.tier.reopen(backlog)
-        if not needs:
-            return backlog
-        ring = rings[needs] = Ring(backlog, needs)
-        ring._next = ring._previous = ring
-        rings.heads.push(entry._order, ring)
-        for need in needs:
-            self._wanted[need] = self._wanted.get(need, 0) + 1
-        return ring
+    def wants(self, need: str) -> bool:
+        """Return whether an entry waits for a need."""
+        return need in self._needs.wanted
 
     def refuse(self, need: str) -> None:
-        """Pass by the entries with a need until `reopen`: it was refused."""
-        self._refused.setdefault(need, set())
-        self._wished.add(need)
-
-    def grant(self, need: str) -> None:
-        """Take in that a need was taken for an entry, so that there is no wish for it any more."""
-        self._wished.discard(need)
+        """Pass by the entries with a need until `reopen`, or until none waits for it: it was refused."""
+        self._needs.refused.add(need)
 
     def reopen(self) -> None:
         """Pass no entry by any more; each has kept its place."""
-        refused, self._refused = self._refused, {}
-        for rings in refused.values():
-            for ring in rings:
-                ring.refused, backlog = None, ring.backlog
-                backlog.rings.heads.push(ring._next._order, ring)  # type: ignore[union-attr]
-                backlog.tier.reopen(backlog)
-
-    def end_wishes(self) -> list[str]:
-        """Return, once each, the needs that were refused and for which no entry waits any more."""
-        ended = sorted(self.unwanted & self._wished - self._wanted.keys())
-        self.unwanted.clear()
-        self._wished.difference_update(ended)
-        for need in ended:
-            # The next entry asks for it anew.
-            self._refused.pop(need, None)
-        return ended
+        self._needs.refused.clear()
+        passed, self._needs.passed = self._needs.passed, set()
+        for backlog in passed:
+            backlog.account.tier.open(backlog)
 
     def add(self, entry: EntryT) -> None:
         """Put an entry in its place as `put` does, or raise `QueueFull` if there is no space for it."""
@@ -243,10 +218,10 @@ class RequestQueue(Generic[EntryT]):
         return bound
 
     def _count_outside(self, entry: EntryT, sign: int) -> None:
-        backlog: Backlog = entry._place
-        backlog.outside += sign
-        backlog.tier.outside += sign * entry.records
-        backlog.tier.outside_cost += sign * entry.cost
+        account: Account = entry._place
+        account.outside += sign
+        account.tier.outside += sign * entry.records
+        account.tier.outside_cost += sign * entry.cost
 
     def _bound(self, entry: EntryT) -> tuple[str, int] | None:
         """Return the bound that an entry would exceed, if it were let in now."""
@@ -277,7 +252,7 @@ class RequestQueue(Generic[EntryT]):
             tiers = [tier for tier in tiers if tier.turn[1] < before]
         while tiers:
             tier = min(tiers, key=_by_turn)
-            entry: EntryT | None = tier.first(self._refused)
+            entry: EntryT | None = tier.first()
             if entry is not None:
                 return entry
             tiers = [other for other in tiers if other is not tier]
@@ -304,12 +279,12 @@ class RequestQueue(Generic[EntryT]):
         most: float = math.inf if max_records is None else max_records
         tier, stays = None, False
         while self._tiers and records < most:
-            if tier is None or not (stays and tier.backlogs):
+            if tier is None or not (stays and tier.accounts):
                 # The turns of the others don't change meanwhile, nor its own if it was served by now already.
                 tier = min(self._tiers.values(), key=_by_turn)
                 served = self._next_turn(tier.turn[1], now)
                 stays = tier.turn == served
-            entry: EntryT = tier.first(self._refused)
+            entry: EntryT = tier.first()
             records += entry.records
             longest = max(longest, entry.cost) if padded else 0
             total = longest * records if padded else total + entry.cost
@@ -328,18 +303,18 @@ class RequestQueue(Generic[EntryT]):
     def _turns(self, tier: Tier, count: int) -> Iterator[tuple[tuple[float, int], EntryT]]:
         """Yield the next `count` entries of a tier, or more, in their order, each after the tier's turn."""
         turn = tier.turn
-        first = heapq.nsmallest(count, tier.backlogs.values(), key=lambda each: (each.key, each._item[1]))
-        for *_, entry in heapq.merge(*(backlog.turns() for backlog in first)):
+        first = heapq.nsmallest(count, tier.accounts.values(), key=lambda each: (each.key, each._item[1]))
+        for *_, entry in heapq.merge(*(account.turns() for account in first)):
             yield turn, entry
             turn = self._next_turn(turn[1], self._clock())
 
     def settle(self, entry: EntryT, charged: int, used: int) -> None:
         """Charge the tenant of a taken entry for what it used, instead of what it was taken for."""
         # One that was forgotten starts at the level of the others: there is nothing to put right.
-        backlog: Backlog = entry._place
-        backlog.key += (used - charged) * backlog.tenant.charge
-        if (item := backlog._item) is not None and item[2] is not None and backlog.key < item[0]:
-            backlog.tier.turns.push(backlog.key, backlog)
+        account: Account = entry._place
+        account.key += (used - charged) * account.tenant.charge
+        if account._item is not None and account.key < account._item[0]:
+            account.tier.turns.push(account)
 
     def _next_turn(self, priority: int, now: float) -> tuple[float, int]:
         """Return a tier's next turn if served now; all age alike, so comparing their turns needs no clock."""
@@ -366,23 +341,23 @@ class RequestQueue(Generic[EntryT]):
 
     def next_deadline(self) -> float | None:
         """Return the earliest deadline of a waiting entry."""
-        item = self._deadlines.top()
-        return None if item is None else item[0]
+        entry: EntryT | None = self._deadlines.top()
+        return None if entry is None else entry.deadline
 
     def _sweep(self) -> None:
         """Take out the entries whose deadline has passed."""
-        while (item := self._deadlines.top()) is not None and item[0] <= self._clock():
-            self.remove(item[2])
-            self._expired.append(item[2])
+        while (entry := self._deadlines.top()) is not None and entry.deadline <= self._clock():
+            self.remove(entry)
+            self._expired.append(entry)
 
     def _drop(self, entry: EntryT, turn: tuple[float, int] | None) -> None:
         """Take an entry out; one that is served is charged to its tenant, and its tier has its next turn."""
-        backlog: Backlog = entry._place
-        tier, tenant, records, cost = backlog.tier, backlog.tenant, entry.records, entry.cost
+        account: Account = entry._place
+        tier, tenant, records, cost = account.tier, account.tenant, entry.records, entry.cost
         if turn is not None:
-            if backlog.key > tier.level:
-                tier.level = backlog.key
-            backlog.key += (cost or 1) * tenant.charge
+            if account.key > tier.level:
+                tier.level = account.key
+            account.key += (cost or 1) * tenant.charge
             tier.turn = turn
         if entry.admitted:
             tenant.size -= records
@@ -399,32 +374,26 @@ class RequestQueue(Generic[EntryT]):
         before, after = entry._previous, entry._next
         before._next, after._previous = after, before
         entry._previous = entry._next = entry._item = None
-        if backlog.rings and type(before) is Ring:
-            self._advance(before)
-        backlog.total -= records
+        if before is after:
+            self._forget(before)
+        account.total -= records
         self.total -= records
         self.total_cost -= cost
-        if not backlog.total:
-            tier.retire(backlog)
+        if not account.total:
+            tier.retire(account)
             self.tenants.leave(tenant)
-            if not tier.backlogs:
+            if not tier.accounts:
                 del self._tiers[entry.priority]
 
-    def _advance(self, ring: Ring) -> None:
-        """Take in that the first entry of a ring has left."""
-        rings: Rings = ring.backlog.rings  # type: ignore[assignment]
-        first = ring._next
-        if first is not ring:
-            if ring.refused is None:
-                rings.heads.push(first._order, ring)
-            return
-        del rings[ring.needs]
-        if ring.refused is not None:
-            self._refused[ring.refused].discard(ring)
-        ring._item = ring._next = ring._previous = None
-        for need in ring.needs:
-            self._wanted[need] -= 1
-            if not self._wanted[need]:
-                del self._wanted[need]
-                if need in self._wished:
-                    self.unwanted.add(need)
+    def _forget(self, backlog: Backlog) -> None:
+        """Take in that a backlog has no entries left."""
+        needs = self._needs
+        del backlog.account.backlogs[backlog.needs]
+        backlog._item = backlog._next = backlog._previous = None
+        needs.passed.discard(backlog)
+        for need in backlog.needs:
+            needs.wanted[need] -= 1
+            if not needs.wanted[need]:
+                del needs.wanted[need]
+                # The next entry asks for it anew.
+                needs.refused.discard(need)
