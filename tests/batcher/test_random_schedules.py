@@ -505,7 +505,7 @@ class QueueSchedule:
                     queue.pick(entry)
                 order.leave(entry)
             elif chance < 0.85 and order.waiting:
-                entry = draw.choice([queue.head(), *order.waiting])
+                entry = draw.choice([order.first(), *order.waiting])
                 queue.pick(entry)
                 order.serve(entry, clock.now)
             elif chance < 0.9:
