@@ -192,8 +192,8 @@ class SimulatedExecutor(Executor):  # type: ignore[misc]
             known = len(self._requests[request].tokens)
             end = computed[request] + count
             context += end
-            if known - computed[request] > 1:
-                prefill += count
+            # A draft takes the time of a prompt's token.
+            prefill += count if known - computed[request] > 1 else count - 1
             if end >= known:
                 sampled.append(request)
         step = Step(prefill, len(scheduled.num_scheduled_tokens), context)

@@ -8,6 +8,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from serve_app.engine.steps import StepTimes, Work
@@ -18,6 +19,9 @@ GOALS = "saturate_goals"
 
 The goals are the seconds that are left until the first token, and the seconds per token after it; 0: no goal.
 A client can write `extra_args` too, so the engine's client sets or removes the key in each request."""
+
+FIGURES = "saturate:"
+"""Prefix of the scheduler's figures among vLLM's counts of requests by stage: whole numbers, times in µs."""
 
 STEPS_TO_FIRST = 3
 """Steps until the first token of a live request, at most: the running one, a decided one, and its own."""
@@ -33,6 +37,9 @@ LATE_STEPS = 24
 
 TRICKLE = 16
 """Prompt tokens of rows that a step may always have: rows never stand still for a goal that can't be met."""
+
+WHOLE_STEPS = 16
+"""Steps until a row may have a part of its prompt that can't be cut, however long the part is."""
 
 AGING_S = 10.0
 """Seconds without a row in any step after which the first row that waits counts as live."""
@@ -52,11 +59,18 @@ LOOKS = 2
 ERRORS = 2.0
 """Mean errors of the predicted times by which a decision comes earlier."""
 
-LEFT_OUT = 1 / 8
-"""Share of the rows that wait for blocks of the KV cache, at most; then the youngest row is preempted."""
+NAMES = (
+    *("running", "waiting", "kv_holding_waiting", "requests", "finished_recving_kv_req_ids"),
+    *("max_num_scheduled_tokens", "max_num_active_reqs", "num_waiting_for_streaming_input", "max_model_len"),
+    *("num_lookahead_tokens", "num_spec_tokens", "requires_kv_delivery", "scheduler_reserve_full_isl"),
+    *("need_mamba_block_aligned_split", "_mamba_block_aligned_split", "_try_schedule_encoder_inputs"),
+    *("_reserve_prefill_lookahead", "_preempt_request", "_request_blocks_can_be_freed"),
+)
+"""Names of vLLM's scheduler that are used here. None of them is public; an engine says at its start if one is
+gone."""
 
-SHORT_STEPS = 16
-"""Steps without new rows after one in which a row waited for blocks."""
+OF_CACHE = ("get_computed_blocks", "empty_kv_cache_blocks", "watermark_blocks", "coordinator", "block_pool")
+"""The same of its manager of the KV cache."""
 
 
 def build_scheduler(vllm_config: Any, **options: Any) -> Any:
@@ -109,6 +123,32 @@ class _Step(NamedTuple):
     at: float
 
 
+class _Waiting(NamedTuple):
+    """A request that waits and can run: the tokens that it has left, and its hits in the prefix cache."""
+
+    request: Any
+    left: int
+    computed: int
+    hits: Any
+
+
+class _Room:
+    """The room for rows in the step that is decided.
+
+    Attributes:
+        prompts: Tokens of rows' prompts that the step may still have.
+        whole: Whether a part that can't be cut may exceed them.
+        without: Rows that decode and are left out for time.
+        left_out: Rows that were left out.
+        given: Tokens of rows' prompts in the step.
+    """
+
+    def __init__(self) -> None:
+        self.prompts, self.whole = math.inf, False
+        self.without: set[Any] = set()
+        self.left_out = self.given = 0
+
+
 class LiveFirst:
     """A scheduler of vLLM whose steps give way to live requests.
 
@@ -120,8 +160,9 @@ class LiveFirst:
     - Rows are left out of the step, with their blocks held, where decodes alone exceed the bound.
     - The step is decided just before the running one ends, so that a request which comes meanwhile is in it.
 
-    Rows alone run as vLLM has it, with one exception. Where the KV cache is too small for the rows that run,
-    the youngest of them wait for blocks, and only then is one preempted.
+    vLLM asks for each request how many tokens it takes, and a row gets what the step has room for.
+
+    Rows alone run as vLLM has it.
 
     Attributes:
         times: The learned times of steps.
@@ -130,48 +171,64 @@ class LiveFirst:
     # What vLLM's scheduler has.
     running: list[Any]
     waiting: Any
+    kv_holding_waiting: Any
     requests: dict[str, Any]
     kv_cache_manager: Any
     kv_cache_config: Any
+    scheduler_config: Any
     vllm_config: Any
     lora_config: Any
+    finished_recving_kv_req_ids: set[str]
+    max_model_len: int
     max_num_scheduled_tokens: int
     max_num_active_reqs: int
     num_waiting_for_streaming_input: int
     num_lookahead_tokens: int
-    block_size: int
+    num_spec_tokens: int
+    need_mamba_block_aligned_split: bool
     requires_kv_delivery: bool
+    scheduler_reserve_full_isl: bool
 
     clock = staticmethod(time.monotonic)
     sleep: Callable[[float], None] = staticmethod(time.sleep)
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        # Commands that plan read the constants of this file, without vLLM.
+        from serve_app.engine.vllm.workarounds import require
+
+        require(self, *NAMES)
+        require(self.kv_cache_manager, *OF_CACHE)
         parallel, scheduler = self.vllm_config.parallel_config, self.vllm_config.scheduler_config
         alone = parallel.pipeline_parallel_size == parallel.data_parallel_size == 1
         self.times = StepTimes()
-        self._most_tokens, self._most_active = self.max_num_scheduled_tokens, self.max_num_active_reqs
+        self._most_active = self.max_num_active_reqs
+        self._stages = int(parallel.pipeline_parallel_size)
         # A prompt that can't be cut would wait for ever.
         self._may_bound = scheduler.enable_chunked_prefill
         self._may_hold = alone and scheduler.async_scheduling
         self._spare_s = SUBMITS_S + (REMOTE_S if parallel.world_size > 1 else 0.0)
+        self._room: _Room | None = None
+        self._aside: list[Any] = []  # rows that hold blocks and wait behind live requests
         self._submitted: deque[_Step] = deque()  # steps without an output yet
         self._ended_at = self._decided_at = self._row_at = self.clock()
         self._live_until = -math.inf
         self._first_s = 0.0  # the last live request's goal for its first token
         self._usual = 0.0  # mean prompt tokens of rows in a step
+        self._per_decode = 1.0  # mean tokens of a decode: drafts that are accepted are further ones
+        self._whole = 0  # steps since a part that can't be cut exceeded its bound
         # Means: to decide a step, and for the first part of its submission.
         self._decides_s = self._submits_s = 0.0
         self._error_s = 0.0  # mean error of the predicted times
         self._held = False  # the last decision was held back
         self._looks = 0  # steps that are still to be decided at once
-        self._short = 0  # steps for which no row is added
+        self._figures = dict.fromkeys(("bound_us", "left_out", "displaced", "malformed"), 0)
 
     def add_request(self, request: Any) -> None:
         """Take in a request, with its goals if it is live."""
         request.goals_s = _Goals(0.0, 0.0)
         if request.priority <= 0:
-            self._first_s, token_s = _goals(request)
+            self._first_s, token_s = self._goals(request)
             own_s = self.times.per_prompt_token * request.num_prompt_tokens
             first_s = max(self._first_s - own_s, LEAST_HOLD_S) if self._first_s else 0.0
             request.goals_s = _Goals(first_s, token_s)
@@ -192,26 +249,35 @@ class LiveFirst:
     def schedule(self, *arguments: Any, **options: Any) -> Any:
         """Return the next step."""
         began = self.clock()
-        left_out = self._prepare(began)
+        self._room = self._prepare(began)
         try:
             output = super().schedule(*arguments, **options)  # type: ignore[misc]
         finally:
-            self.running += left_out
-            self.max_num_scheduled_tokens, self.max_num_active_reqs = self._most_tokens, self._most_active
+            room, self._room = self._room, None
+            self.max_num_active_reqs = self._most_active
+            while self._aside:
+                self.kv_holding_waiting.add_request(self._aside.pop())
         # A decision without work may come too late, too: no step follows an answer of one token.
         now = self._decided_at = self.clock()
+        if room is not None:
+            self._figures["left_out"] += room.left_out
         if output.total_num_scheduled_tokens:
             self._decides_s += (now - began - self._decides_s) / 8
             self._looks -= self._looks > 0
+            self._usual += ((room.given if room else 0) - self._usual) / LATE_STEPS
             self._submitted.append(_Step(self._work(output), now))
         return output
 
-    def get_grammar_bitmask(self, *arguments: Any, **options: Any) -> Any:
-        """Return the bitmask of a step; vLLM asks for it between the two parts of each submission."""
-        self._submits_s += (self.clock() - self._decided_at - self._submits_s) / 8
-        return super().get_grammar_bitmask(*arguments, **options)  # type: ignore[misc]
+    def get_grammar_bitmask(self, output: Any, *arguments: Any, **options: Any) -> Any:
+        """Return the bitmask of a step; vLLM asks for it between the two parts of each submission.
 
-    def update_from_output(self, output: Any, *arguments: Any, **options: Any) -> Any:
+        Where the bitmask needs tokens of the running step, vLLM asks behind that step.
+        """
+        if not output.pending_structured_output_tokens:
+            self._submits_s += (self.clock() - self._decided_at - self._submits_s) / 8
+        return super().get_grammar_bitmask(output, *arguments, **options)  # type: ignore[misc]
+
+    def update_from_output(self, output: Any, made: Any, *arguments: Any, **options: Any) -> Any:
         """Take in the output of a step."""
         if output.total_num_scheduled_tokens:
             now, step = self.clock(), self._submitted.popleft()
@@ -224,7 +290,90 @@ class LiveFirst:
                 self._error_s += (error - self._error_s) / 32
                 self.times.learn(step.work, took)
             self._ended_at, self._held = now, False
-        return super().update_from_output(output, *arguments, **options)  # type: ignore[misc]
+            for each in output.scheduled_spec_decode_tokens:
+                tokens = len(made.sampled_token_ids[made.req_id_to_index[each]])
+                self._per_decode += (max(tokens, 1) - self._per_decode) / 256
+        return super().update_from_output(output, made, *arguments, **options)  # type: ignore[misc]
+
+    def make_stats(self, *arguments: Any, **options: Any) -> Any:
+        """Return vLLM's statistics, with the figures of this scheduler among the counts by stage."""
+        stats = super().make_stats(*arguments, **options)  # type: ignore[misc]
+        if stats is not None:
+            stats.num_kv_fetch_reqs_by_stage |= {
+                FIGURES + name: value for name, value in self.figures.items()
+            }
+        return stats
+
+    @property
+    def figures(self) -> dict[str, int]:
+        """What the scheduler did and learned: counts since the start, times in µs or ns.
+
+        - `bound_us`: The longest time that the last step might take; 0: no bound was in force.
+        - `left_out`: Rows that were left out of a step for time.
+        - `displaced`: Rows that were preempted for live requests.
+        - `malformed`: Requests with goals that are none.
+        - `base_us`, `prompt_token_ns`, `sequence_ns`, `context_token_ps`: The times of `StepTimes`.
+        """
+        base, prompt, sequence, context = self.times.seconds
+        learned = {
+            "base_us": base * 1e6,
+            "prompt_token_ns": prompt * 1e9,
+            "sequence_ns": sequence * 1e9,
+            "context_token_ps": context * 1e12,
+        }
+        return self._figures | {name: round(value) for name, value in learned.items()}
+
+    def _try_schedule_encoder_inputs(
+        self, request: Any, computed: int, tokens: int, *arguments: Any, **options: Any
+    ) -> Any:
+        # vLLM takes whole images of the tokens that it gets here.
+        tokens = self._within(request, tokens, whole=True)
+        return super()._try_schedule_encoder_inputs(request, computed, tokens, *arguments, **options)  # type: ignore[misc]
+
+    def _mamba_block_aligned_split(self, request: Any, tokens: int, *arguments: Any) -> int:
+        # The part ends with a block.
+        tokens = self._within(request, tokens, whole=True)
+        return int(super()._mamba_block_aligned_split(request, tokens, *arguments))  # type: ignore[misc]
+
+    def _reserve_prefill_lookahead(self, request: Any, computed: int, tokens: int) -> int:
+        """Return the tokens of a request in the step; vLLM asks this last, for each request."""
+        room = self._room
+        if room is None or request.priority <= 0:
+            return int(super()._reserve_prefill_lookahead(request, computed, tokens))  # type: ignore[misc]
+        cut = request.has_encoder_inputs or self.need_mamba_block_aligned_split
+        if not cut:
+            tokens = self._within(request, tokens)
+        tokens = int(super()._reserve_prefill_lookahead(request, computed, tokens))  # type: ignore[misc]
+        runs = request.status.name == "RUNNING"
+        if not runs or request.is_prefill_chunk:
+            if tokens > room.prompts:
+                self._whole, room.whole = 0, False
+            room.prompts -= tokens
+            room.given += tokens
+        if not tokens:
+            room.left_out += runs
+            if not runs:
+                # All that wait behind it are rows.
+                self.max_num_active_reqs = 0
+        return tokens
+
+    def _within(self, request: Any, tokens: int, *, whole: bool = False) -> int:
+        """Return the tokens of a request for which the step has room.
+
+        Args:
+            request: The request.
+            tokens: The tokens that it would take.
+            whole: Whether vLLM cuts no more from the part than it has to.
+        """
+        room = self._room
+        if room is None or request.priority <= 0 or not tokens:
+            return tokens
+        if request.status.name == "RUNNING" and not request.is_prefill_chunk:
+            return 0 if request in room.without else tokens
+        if tokens <= room.prompts or (whole and room.whole):
+            return tokens
+        # vLLM fills up a decode with drafts, and expects all of them.
+        return 0 if tokens <= 1 + self.num_spec_tokens else int(room.prompts)
 
     def _early_s(self) -> float:
         """Return the seconds by which it is too early to decide the next step."""
@@ -237,155 +386,152 @@ class LiveFirst:
         return ends_at - now - self._decides_s - SUBMITS * self._submits_s - self._spare_s
 
     def _work(self, output: Any) -> Work:
-        """Return the work of a step that was decided, and take in the prompts of rows in it."""
+        """Return the work of a step that was decided; drafts and parts of images are prompt tokens in it."""
         counts = output.num_scheduled_tokens
-        context = rows = 0
-        for each, count in counts.items():
-            request = self.requests[each]
-            context += request.num_computed_tokens
-            if count > 1 and request.priority > 0:
-                rows += count
-        self._usual += (rows - self._usual) / LATE_STEPS
-        return Work(output.total_num_scheduled_tokens - len(counts), len(counts), context)
+        context = sum(self.requests[each].num_computed_tokens for each in counts)
+        encoded = sum(
+            self.requests[each].get_num_encoder_embeds(item)
+            for each, items in output.scheduled_encoder_inputs.items()
+            for item in items
+        )
+        return Work(output.total_num_scheduled_tokens - len(counts) + encoded, len(counts), context)
 
-    def _prepare(self, now: float) -> list[Any]:
-        """Set the limits of the next step; return the rows that are left out, which `running` has no more."""
-        live = self._waiting_live()
+    def _prepare(self, now: float) -> _Room | None:
+        """Make room for live requests; return the room for rows in the next step, None: it isn't bounded."""
+        live = [
+            each for queue in (self.kv_holding_waiting, self.waiting) for each in takewhile(_is_live, queue)
+        ]
         rows = sum(each.priority > 0 for each in self.running)
+        waits = len(self.waiting) + len(self.kv_holding_waiting) > len(live)
         if live or rows < len(self.running):
             self._live_until = now + LIVE_S
-        if rows or len(self.waiting) == len(live):
+        if rows or not waits:
             self._row_at = now
         elif now >= self._row_at + AGING_S:
             self._promote()
-            return self._prepare(self._row_at + AGING_S / 2)
-        if not rows and len(self.waiting) == len(live):
-            return []
-        waiting = [each for each in live if _may_run(each)]
+            self._row_at = now
+            return self._prepare(now)
+        if not rows and not waits:
+            return None
         # By priority, and by arrival: the youngest rows are the last ones.
         self.running.sort()
+        waiting = [self._measured(each) for each in live if self._may_run(each)]
         self._displace(waiting)
-        left_out = self._leave_out(self._without_blocks(waiting))
+        if waiting and self.running:
+            # vLLM begins them before all that wait without blocks. Alone, they run and free their blocks.
+            self._aside = [
+                each for each in self.kv_holding_waiting if each.priority > 0 and self._may_run(each)
+            ]
+            self.kv_holding_waiting.remove_requests(self._aside)
+        room = _Room()
+        self._figures["bound_us"] = 0
         if now < self._live_until and self._may_bound and self.times.known:
-            left_out += self._leave_out(self._bound(waiting))
-        self.max_num_active_reqs -= len(left_out)
-        if self._short:
-            # Rows that are added would need the blocks for which others wait.
-            self.max_num_active_reqs = min(self.max_num_active_reqs, len(self.running) + len(waiting))
-        return left_out
-
-    def _waiting_live(self) -> list[Any]:
-        """Return the live requests that wait, in their order."""
-        found = []
-        for each in self.waiting:
-            if each.priority > 0:
-                break
-            found.append(each)
-        return found
+            self._bound(room, waiting)
+        return room
 
     def _promote(self) -> None:
         """Let the first row that waits count as live."""
-        row = next(each for each in self.waiting if each.priority > 0)
-        self.waiting.remove_request(row)
+        queue = self.kv_holding_waiting or self.waiting
+        row = next(each for each in queue if each.priority > 0)
+        queue.remove_request(row)
         row.priority = 0
-        self.waiting.add_request(row)
-        self._row_at = self.clock()
+        queue.add_request(row)
 
-    def _displace(self, waiting: list[Any]) -> None:
+    def _may_run(self, request: Any) -> bool:
+        """Return whether a request that waits can be in the next step: its grammar and KV cache are there."""
+        if request.status.name == "WAITING_FOR_REMOTE_KVS":
+            return request.request_id in self.finished_recving_kv_req_ids
+        if request.status.name == "WAITING_FOR_STREAMING_REQ":
+            return False
+        if (asked := request.structured_output_request) is None:
+            return True
+        return asked.grammar is not None and not isinstance(asked.grammar, Exception)
+
+    def _measured(self, request: Any) -> _Waiting:
+        """Return a request that waits, with what it has left."""
+        computed, hits = request.num_computed_tokens, self.kv_cache_manager.empty_kv_cache_blocks
+        if not computed:
+            hits, computed, *_ = self.kv_cache_manager.get_computed_blocks(request)
+        return _Waiting(request, int(request.num_tokens - computed), computed, hits)
+
+    def _displace(self, waiting: list[_Waiting]) -> None:
         """Preempt the youngest rows, as far as live requests that wait need their places and blocks."""
         places = self._most_active - self.num_waiting_for_streaming_input - len(self.running)
-        tokens, blocks = self._most_tokens, 0
+        tokens, blocks = self.max_num_scheduled_tokens, 0
         for each in waiting:
             if tokens <= 0:
                 break
-            part = min(self._left(each), tokens)
+            part = min(self._part(each.left), tokens)
             tokens -= part
-            blocks += self._blocks(part)
+            first = self._blocks(each.request, each.computed, part, each.hits)
+            # vLLM begins a prompt only where all of it fits in.
+            whole = self.scheduler_reserve_full_isl and self._blocks(
+                each.request, each.computed, each.left, each.hits, admits=True
+            )
+            most = max(first, whole) + self.kv_cache_manager.watermark_blocks
             places -= 1
-            while (places < 0 or blocks > self._blocks_free()) and self._preempt_youngest():
+            while places < 0 or blocks + most > self.kv_cache_manager.block_pool.get_num_free_blocks():
+                if not self._preempt_youngest():
+                    break
                 places += 1
+            blocks += first
 
     def _preempt_youngest(self) -> bool:
         """Preempt the youngest row; False: there is none."""
-        row = max((each for each in self.running if each.priority > 0), default=None)
-        if row is None or not self._request_blocks_can_be_freed(row):  # type: ignore[attr-defined]
+        row = self.running[-1] if self.running else None
+        if row is None or _is_live(row) or not self._request_blocks_can_be_freed(row):  # type: ignore[attr-defined]
             return False
-        self.running.remove(row)
+        self.running.pop()
         self._preempt_request(  # type: ignore[attr-defined]
             row, time.monotonic(), drop_stale_output=self.requires_kv_delivery
         )
+        self._figures["displaced"] += 1
         return True
 
-    def _without_blocks(self, waiting: list[Any]) -> list[Any]:
-        """Return the youngest rows, as far as the KV cache has no blocks for them in this step.
+    def _bound(self, room: _Room, waiting: list[_Waiting]) -> None:
+        """Bound the rows in the next step.
 
-        Blocks come free whenever a request ends, so a row that waits is rarely preempted after all.
+        Args:
+            room: The room for them.
+            waiting: Live requests that wait and can run.
         """
-        if not self.kv_cache_config.kv_cache_groups:
-            return []
-        self._short -= self._short > 0
-        rows = sum(each.priority > 0 for each in self.running)
-        while True:
-            free = self._blocks_free() - sum(self._blocks(self._left(each)) for each in waiting)
-            wait = []
-            for each in self.running:
-                need = self._growth(each)
-                if need and need > free and each.priority > 0:
-                    wait.append(each)
-                else:
-                    free -= need
-            if not wait:
-                return []
-            self._short = SHORT_STEPS
-            if len(wait) <= LEFT_OUT * rows and len(wait) < len(self.running):
-                return wait
-            if not self._preempt_youngest():
-                return []
-
-    def _bound(self, waiting: list[Any]) -> list[Any]:
-        """Bound the prompt tokens of rows in the next step; return the rows that are left out for time."""
-        decodes, parts = [], []
-        tokens = context = prompts = 0
-        goals_s = [_goal_s(each) for each in waiting]
+        goals_s = [self._goal_s(each.request) for each in waiting]
+        drafts = sequences = context = prompts = 0
+        rows = []
         for each in self.running:
             left = _unscheduled(each)
-            if each.priority <= 0:
-                goals_s.append(_goal_s(each))
+            if _is_live(each):
+                goals_s.append(self._goal_s(each))
             if not each.is_prefill_chunk:
-                decodes.append(each)
-                tokens += left
+                drafts += left - 1
+                sequences += 1
                 context += each.num_computed_tokens
-            elif each.priority > 0:
-                parts.append(each)
-            else:
-                prompts += left
-        prompts += sum(map(self._left, waiting))
-        usual_s = self._usual_s(Work(0, len(decodes), context))
+                if not _is_live(each):
+                    rows.append(each)
+            elif _is_live(each):
+                prompts += self._part(left)
+        prompts += sum(self._part(each.left) for each in waiting)
+        usual_s = self._usual_s(Work(drafts, sequences, context))
         bound_s = min([usual_s, *filter(None, goals_s)])
-        left_out = []
         # The oldest row stays in the step.
-        while len(decodes) > 1 and decodes[-2].priority > 0:
-            if self.times.predict(Work(0, len(decodes), context)) <= bound_s:
+        while len(rows) > 1 and self._may_leave_out(rows[-1]):
+            if self.times.predict(Work(drafts, sequences, context)) <= bound_s:
                 break
-            row = decodes.pop()
-            tokens -= _unscheduled(row)
+            row = rows.pop()
+            drafts -= _unscheduled(row) - 1
+            sequences -= 1
             context -= row.num_computed_tokens
-            left_out.append(row)
+            room.without.add(row)
         if self._first_s:
             # A request that comes meanwhile has the same goal. Decodes of rows don't stop for it.
-            bound_s = min(bound_s, self._first_s / STEPS_TO_FIRST)
-        space = self.times.prompt_tokens(bound_s, Work(0, len(decodes), context)) - prompts
-        space = max(space, TRICKLE)
-        if waiting:
-            # vLLM goes on with prompts before it begins others: those of rows would take the step.
-            taken = 0
-            for row in parts:
-                if taken + _unscheduled(row) > space:
-                    left_out.append(row)
-                else:
-                    taken += _unscheduled(row)
-        self.max_num_scheduled_tokens = min(self._most_tokens, tokens + prompts + space)
-        return left_out
+            bound_s = min(bound_s, self._first_s / self._steps_to_first)
+        decodes = Work(drafts, sequences, context)
+        space = self.times.prompt_tokens(bound_s, decodes) - prompts
+        most = self.max_num_scheduled_tokens - drafts - sequences - prompts
+        room.prompts = max(min(space, most), TRICKLE)
+        self._whole += 1
+        room.whole = self._whole >= WHOLE_STEPS
+        self._figures["bound_us"] = round(bound_s * 1e6)
 
     def _usual_s(self, decodes: Work) -> float:
         """Return the seconds that the next step may take without goals.
@@ -396,60 +542,73 @@ class LiveFirst:
         decodes_s = self.times.predict(decodes)
         return decodes_s + max(decodes_s, SPREAD * self._usual * self.times.per_prompt_token)
 
-    def _leave_out(self, rows: list[Any]) -> list[Any]:
-        """Take rows out of `running`; return them.
+    def _goal_s(self, request: Any) -> float:
+        """Return the longest step that suits a live request, in seconds; 0: it has no goal now."""
+        if request.num_output_tokens or request.num_computed_tokens >= request.num_prompt_tokens:
+            # A token passes the stages of a pipeline in as many steps.
+            return float(request.goals_s.token_s) * self._per_decode / self._stages
+        return float(request.goals_s.first_s) / self._steps_to_first
+
+    @property
+    def _steps_to_first(self) -> int:
+        return STEPS_TO_FIRST + self._stages - 1
+
+    def _may_leave_out(self, row: Any) -> bool:
+        """Return whether a row may be left out.
 
         vLLM counts the adapters of a step, and adds requests with further ones as far as there are slots.
         So rows with adapters stay where the slots are too few for all adapters that were asked for.
         """
-        if self.lora_config:
-            adapters = {_adapter(each) for each in self.requests.values()} - {None}
-            if len(adapters) > self.lora_config.max_loras:
-                rows = [row for row in rows if _adapter(row) is None]
-        for row in rows:
-            self.running.remove(row)
-        return rows
+        if not self.lora_config or _adapter(row) is None:
+            return True
+        adapters = {_adapter(each) for each in self.requests.values()} - {None}
+        return len(adapters) <= int(self.lora_config.max_loras)
 
-    def _left(self, request: Any) -> int:
-        """Return the tokens that a request which waits needs until its first one."""
-        cached = request.num_computed_tokens or self.kv_cache_manager.get_computed_blocks(request)[1]
-        return int(request.num_tokens - cached)
+    def _part(self, tokens: int) -> int:
+        """Return the tokens of a prompt that vLLM takes into a step, at most."""
+        return min(tokens, self.scheduler_config.long_prefill_token_threshold or tokens)
 
-    def _growth(self, request: Any) -> int:
-        """Return the blocks of the KV cache that a running request needs in the next step, at most."""
-        tokens = min(_unscheduled(request), self._most_tokens) + self.num_lookahead_tokens
-        inside = -request.num_computed_tokens % self.block_size
-        return self._blocks(max(0, tokens - inside))
+    def _blocks(
+        self, request: Any, computed: int, tokens: int, hits: Any = None, *, admits: bool = False
+    ) -> int:
+        """Return the blocks of the KV cache that a request takes for further tokens, as vLLM counts them.
 
-    def _blocks(self, tokens: int) -> int:
-        """Return the blocks of the KV cache for tokens."""
-        return -(-tokens // self.block_size) * len(self.kv_cache_config.kv_cache_groups)
+        Args:
+            request: The request.
+            computed: Its tokens that are computed, hits in the prefix cache included.
+            tokens: The further tokens.
+            hits: Those hits; None: there are none.
+            admits: Whether vLLM asks for the rest of the prompt, before it begins.
+        """
+        manager = self.kv_cache_manager
+        lookahead = 0 if admits else self.num_lookahead_tokens
+        return int(
+            manager.coordinator.get_num_blocks_to_allocate(
+                request_id=request.request_id,
+                num_tokens=min(computed + tokens + lookahead, self.max_model_len),
+                new_computed_blocks=(hits or manager.empty_kv_cache_blocks).blocks,
+                num_encoder_tokens=0,
+                total_computed_tokens=computed,
+                num_local_computed_tokens=computed,
+                num_tokens_main_model=computed + tokens,
+                apply_admission_cap=admits,
+                prefill_end=max(request.num_prompt_tokens, request.num_tokens - 1),
+            )
+        )
 
-    def _blocks_free(self) -> int:
-        return int(self.kv_cache_manager.block_pool.get_num_free_blocks())
+    def _goals(self, request: Any) -> tuple[float, float]:
+        """Return the goals that the engine's client has told, in seconds; zeros for what is no pair."""
+        params = request.sampling_params
+        told = (params.extra_args or {}).get(GOALS) if params is not None else None
+        match told:
+            case [float(first_s), float(token_s)] if 0 <= first_s < math.inf and 0 <= token_s < math.inf:
+                return first_s, token_s
+        self._figures["malformed"] += told is not None
+        return 0.0, 0.0
 
 
-def _goals(request: Any) -> tuple[float, float]:
-    """Return the goals that the engine's client has told, in seconds; zeros for anything else than a pair."""
-    params = request.sampling_params
-    match (params.extra_args or {}).get(GOALS) if params is not None else None:
-        case [float(first_s), float(token_s)] if 0 <= first_s < math.inf and 0 <= token_s < math.inf:
-            return first_s, token_s
-    return 0.0, 0.0
-
-
-def _goal_s(request: Any) -> float:
-    """Return the longest step that suits a live request, in seconds; 0: it has no goal now."""
-    if request.num_output_tokens or request.num_computed_tokens >= request.num_prompt_tokens:
-        return float(request.goals_s.token_s)
-    return float(request.goals_s.first_s) / STEPS_TO_FIRST
-
-
-def _may_run(request: Any) -> bool:
-    """Return whether a request that waits can be in the next step: a grammar of it is compiled."""
-    if (asked := request.structured_output_request) is None:
-        return True
-    return asked.grammar is not None and not isinstance(asked.grammar, Exception)
+def _is_live(request: Any) -> bool:
+    return bool(request.priority <= 0)
 
 
 def _unscheduled(request: Any) -> int:

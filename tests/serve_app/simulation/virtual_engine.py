@@ -87,7 +87,8 @@ class VirtualEngine:
 
     def step(self) -> list[EngineCoreOutput]:
         """Go on by one call of vLLM's loop; return what came."""
-        outputs, _ = self.core.step_fn()
+        outputs, executed = self.core.step_fn()
+        self.core.post_step(executed)
         self.time.sleep(self.host_s)
         found = [output for each in (outputs or {}).values() for output in each.outputs]
         for output in found:
