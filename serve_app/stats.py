@@ -104,6 +104,32 @@ class GoalsInForce(StatsPart):
     tpot_p99_s: Maybe[float] = Field(default=None, description="Seconds per token after it.")
 
 
+class StepSeconds(StatsPart):
+    """The times of a step, as an engine has learned them, in seconds."""
+
+    base: float = Field(default=0.0, description="Of each step.")
+    prompt_token: float = Field(default=0.0, description="Per token of a prompt.")
+    sequence: float = Field(default=0.0, description="Per sequence.")
+    context_token: float = Field(default=0.0, description="Per token of context that is read.")
+
+
+class SchedulerFigures(StatsPart):
+    """What an engine's scheduler did for live traffic since its start, and what it has learned."""
+
+    bound_s: Maybe[float] = Field(
+        default=None, description="Most seconds that the last step might take; null: it was not bounded."
+    )
+    left_out: int = Field(default=0, description="Rows left out of a step for time.")
+    displaced: int = Field(default=0, description="Rows preempted for live requests.")
+    malformed: int = Field(default=0, description="Requests whose goals were none.")
+    step_s: StepSeconds = Field(default=StepSeconds(), description="The times of a step.")
+
+    @property
+    def least_s(self) -> float:
+        """The shortest goal that can be met, in seconds: two steps of one sequence; 0: not known yet."""
+        return 2 * (self.step_s.base + self.step_s.sequence)
+
+
 def _kind(stats: Any) -> str:
     window = isinstance(stats, ContinuousStats) or (isinstance(stats, Mapping) and "capacity" in stats)
     return "continuous" if window else "batch"
@@ -125,6 +151,7 @@ class ReplicaStats(StatsPart):
         default=None, description="Seconds that the engine took to load the model, with its warm-up."
     )
     goals: Maybe[GoalsInForce] = Field(default=None, description="Latency goals; null: none.")
+    scheduler: Maybe[SchedulerFigures] = Field(default=None, description="Its scheduler; null: vLLM's own.")
     usage: Maybe[ReplicaUsage] = Field(default=None, description="Its use since its start.")
     adapters: Maybe[list[Maybe[AdapterState]]] = Field(default=None, description="LoRA adapters.")
     turn: Maybe[Turn] = Field(default=None, description="For a model that shares its device.")

@@ -47,7 +47,15 @@ from serve_app.system.cpu_scheduling import RELAY_NICE, use_batch_scheduling
 from serve_app.system.garbage_collection import collect_rarely
 from serve_app.system.parent_death import tie_children
 from serve_app.system.serve_logging import flush_warnings, preserved_handlers
-from serve_app.telemetry.catalogue import LOOP_HELD, OUTPUT_TOKENS, PROMPT_TOKENS
+from serve_app.telemetry.catalogue import (
+    LOOP_HELD,
+    OUTPUT_TOKENS,
+    PROMPT_TOKENS,
+    ROWS_DISPLACED,
+    ROWS_LEFT_OUT,
+    STEP_BOUND,
+    STEP_SECONDS,
+)
 from serve_app.telemetry.engine import EngineTelemetry
 from serve_app.telemetry.meters import Meters
 
@@ -260,6 +268,7 @@ class Engine:
             max_num_batched_tokens=self._engine.max_num_batched_tokens,
             load_s=self._engine.load_s,
             goals=self._engine.goals,
+            scheduler=self._engine.scheduler,
             usage=usage,
             adapters=self._engine.adapters.report(),
             **turn,
@@ -419,5 +428,12 @@ class Engine:
             meters.count(OUTPUT_TOKENS, engine.stats.output, model)
             meters.record(LOOP_HELD, watch.take_longest(), model)
             engine.stats.flush()
+            engine.check_goals()
+            if (figures := engine.scheduler) is not None:
+                meters.record(STEP_BOUND, figures.bound_s or 0.0, model)
+                meters.count(ROWS_LEFT_OUT, figures.left_out, model)
+                meters.count(ROWS_DISPLACED, figures.displaced, model)
+                for part, seconds in figures.step_s:
+                    meters.record(STEP_SECONDS, seconds, model, part)
 
         return report

@@ -128,6 +128,23 @@ RUN_SECONDS = Metric(
 )
 PROMPT_TOKENS = Metric("saturate_prompt_tokens_total", "counter", "Tokens in, as the engine counts them")
 OUTPUT_TOKENS = Metric("saturate_output_tokens_total", "counter", "Tokens out, as the engine counts them")
+STEP_BOUND = Metric(
+    "saturate_step_bound_seconds",
+    "gauge",
+    "Most seconds that a step may take for live requests and their goals; 0: steps are not bounded",
+)
+STEP_SECONDS = Metric(
+    "saturate_step_seconds",
+    "gauge",
+    "Times of a step that the engine has learned: base, and per prompt_token, sequence and context_token",
+    ("model", "part"),
+)
+ROWS_LEFT_OUT = Metric(
+    "saturate_rows_left_out_total", "counter", "Rows that were left out of a step, for its bound"
+)
+ROWS_DISPLACED = Metric(
+    "saturate_rows_displaced_total", "counter", "Rows that were preempted for live requests"
+)
 LOOP_HELD = Metric(
     "saturate_loop_held_seconds",
     "gauge",
@@ -273,6 +290,10 @@ LLM = (
     PROMPT_TOKENS,
     OUTPUT_TOKENS,
     BACKGROUND_RECORDS,
+    STEP_BOUND,
+    STEP_SECONDS,
+    ROWS_LEFT_OUT,
+    ROWS_DISPLACED,
 )
 FUNCTION = (BATCH_RECORDS, BATCH_COST, BATCHED_COST, PADDED_COST)
 DRIVER = (DRIVER_ROWS, DRIVER_TOKENS, DRIVER_RETRIES, DRIVER_CALLS)

@@ -1,7 +1,8 @@
 """Row of the dashboard: What does the engine say?"""
 
 from k8s.dashboard.panel import Panel, Query, Row
-from k8s.dashboard.promql import VLLM, quantiles, vllm
+from k8s.dashboard.promql import VLLM, highest, quantiles, rate, vllm
+from serve_app.telemetry.catalogue import ROWS_DISPLACED, ROWS_LEFT_OUT, STEP_BOUND, STEP_SECONDS
 
 ROW = Row(
     "What does the engine say?",
@@ -47,6 +48,26 @@ ROW = Row(
             "short",
             (Query(vllm("num_preemptions"), "{{model_name}}"),),
             "Work that was discarded for lack of KV cache. Empty until the first one.",
+        ),
+        Panel(
+            "Bound of a step",
+            "s",
+            (Query(highest(STEP_BOUND, "model"), "{{model}}"),),
+            "How long a step may take while live requests run beside rows; 0: rows run alone, or none.",
+        ),
+        Panel(
+            "Rows that gave way",
+            "short",
+            (
+                Query(rate(ROWS_LEFT_OUT, "model"), "{{model}} left out of a step"),
+                Query(rate(ROWS_DISPLACED, "model"), "{{model}} preempted"),
+            ),
+            "For goals, and for places and blocks of live requests.",
+        ),
+        Panel(
+            "Times of a step, as learned",
+            "s",
+            (Query(highest(STEP_SECONDS, "model, part"), "{{model}} {{part}}"),),
         ),
     ),
 )

@@ -31,13 +31,14 @@ from serve_app.engine.vllm.options import batcher_of, limits_of, text_batcher_of
 from serve_app.engine.vllm.plugin import zero_blocks
 from serve_app.engine.vllm.refusal import hide_refusals
 from serve_app.engine.vllm.sleep import VLLMSleeper
-from serve_app.engine.vllm.stats import EngineStats, UnreportedStats, own_work
+from serve_app.engine.vllm.stats import EngineStats, UnreportedStats, own_work, scheduler_figures
 from serve_app.engine.vllm.warm_up import compile_nothing_on_a_cpu, warm_up
 from serve_app.engine.vllm.workarounds import bound_tokenizing, refuse_media, short_chats_at_once
 from serve_app.ledger.calls import CallBook
-from serve_app.settings.models import LLMSettings
+from serve_app.settings.models import GoalSettings, LLMSettings
 from serve_app.settings.turns import ShareSettings
 from serve_app.settings.user_config import BatcherUserConfig
+from serve_app.stats import SchedulerFigures
 
 logger = logging.getLogger("ray.serve")
 
@@ -126,6 +127,7 @@ class VLLMEngine:
         self.llm.by_priority = self._args.scheduling_policy == "priority"
         self.llm.transfer_keys = settings.transfer_keys
         self._goals = self.llm.goals = settings.batcher.goals
+        self._checked: GoalSettings | None = None
         self._limits = limits_of(settings.batcher, self.llm)
         slots = self.adapters.slots
         self.batcher = batcher_of(settings.batcher, self._limits, EngineLanes(slots))
@@ -168,6 +170,27 @@ class VLLMEngine:
     def goals(self) -> JSON | None:
         """The goals in force, by their names in `batcher.goals`; None: there are none."""
         return None if self.llm.goals is None else self.llm.goals.model_dump(exclude_none=True)
+
+    @property
+    def scheduler(self) -> SchedulerFigures | None:
+        """What the scheduler did and learned; None: it is vLLM's own."""
+        return scheduler_figures(self.stats.scheduler) if self.stats.scheduler else None
+
+    def check_goals(self) -> None:
+        """Warn, once for each setting of the goals, of a goal that no step can meet."""
+        goals, figures = self.llm.goals, self.scheduler
+        if goals is None or figures is None or goals is self._checked or not figures.least_s:
+            return
+        self._checked = goals
+        for name, goal in goals.model_dump(exclude_none=True).items():
+            if goal < figures.least_s:
+                logger.warning(
+                    "batcher.goals.%s of %g s can't be met: two steps of this engine take %.3g s, the least "
+                    "goal; rows crawl while live requests run",
+                    name,
+                    goal,
+                    figures.least_s,
+                )
 
     @property
     def steps(self) -> int:

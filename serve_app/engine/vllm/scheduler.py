@@ -607,6 +607,13 @@ class LiveFirst:
         return 0.0, 0.0
 
 
+def take_figures(stats: Any) -> dict[str, int]:
+    """Take the figures of `LiveFirst` out of vLLM's statistics, and return them by name."""
+    counts = stats.num_kv_fetch_reqs_by_stage
+    ours = [name for name in counts if name.startswith(FIGURES)]
+    return {name.removeprefix(FIGURES): counts.pop(name) for name in ours}
+
+
 def _is_live(request: Any) -> bool:
     return bool(request.priority <= 0)
 

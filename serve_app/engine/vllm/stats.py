@@ -8,7 +8,7 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
@@ -21,8 +21,10 @@ from vllm.v1.metrics.ray_wrappers import RayGaugeWrapper, RayPrometheusStatLogge
 from vllm.v1.metrics.stats import IterationStats, PrefixCacheStats, PromptTokenStats, SchedulerStats
 
 from batcher import Slot
+from serve_app.engine.vllm.scheduler import take_figures
 from serve_app.ledger.calls import CallBook, Origin
 from serve_app.relay.usage import Outcome, RequestUsage, Tokens, Usage
+from serve_app.stats import SchedulerFigures, StepSeconds
 from serve_app.telemetry.catalogue import Metric
 from serve_app.telemetry.histogram import Histogram, Instrument
 
@@ -243,6 +245,22 @@ class CountedPrompt:
         return "lost" if issubclass(error, EngineDeadError) else "failed"
 
 
+def scheduler_figures(figures: Mapping[str, int]) -> SchedulerFigures:
+    """Return the figures of `LiveFirst` as `/stats` has them."""
+    return SchedulerFigures(
+        bound_s=figures["bound_us"] / 1e6 or None,
+        left_out=figures["left_out"],
+        displaced=figures["displaced"],
+        malformed=figures["malformed"],
+        step_s=StepSeconds(
+            base=figures["base_us"] / 1e6,
+            prompt_token=figures["prompt_token_ns"] / 1e9,
+            sequence=figures["sequence_ns"] / 1e9,
+            context_token=figures["context_token_ps"] / 1e12,
+        ),
+    )
+
+
 class EngineStats(RayPrometheusStatLogger):  # type: ignore[misc]
     """The statistics of an engine: counts, the times of its steps, and vLLM's metrics through Ray.
 
@@ -262,6 +280,7 @@ class EngineStats(RayPrometheusStatLogger):  # type: ignore[misc]
         prompt: Prompt tokens that vLLM has counted since the start.
         output: Tokens that were sampled since the start.
         preempted: Called with the requests that were preempted while the KV cache was full.
+        scheduler: The last figures of `LiveFirst`, by name; empty: the scheduler is vLLM's own.
     """
 
     _histogram_cls = _Histogram
@@ -276,6 +295,7 @@ class EngineStats(RayPrometheusStatLogger):  # type: ignore[misc]
         self.prompt = 0
         self.output = 0
         self.preempted: Callable[[int], None] = lambda requests: None
+        self.scheduler: dict[str, int] = {}
         self._failed: set[str] = set()
         if not self.reported:
             return
@@ -296,6 +316,8 @@ class EngineStats(RayPrometheusStatLogger):  # type: ignore[misc]
     ) -> None:
         """Add a message of an engine: the statistics of a step, or of several."""
         self.steps += 1
+        if scheduler_stats is not None:
+            self._guard("figures", self._take_figures, scheduler_stats)
         if iteration_stats is not None:
             self._guard("counts", self._count, scheduler_stats, iteration_stats)
         if self.reported:
@@ -314,6 +336,9 @@ class EngineStats(RayPrometheusStatLogger):  # type: ignore[misc]
         except Exception:
             self._failed.add(part)
             logger.exception("vLLM's statistics fail: their %s are left out from now on", part)
+
+    def _take_figures(self, scheduler: SchedulerStats) -> None:
+        self.scheduler = take_figures(scheduler) or self.scheduler
 
     def _count(self, scheduler: SchedulerStats | None, step: IterationStats) -> None:
         self.prompt += step.num_prompt_tokens

@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWi
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, KVConnectorOutput
 
 from serve_app.simulation.vllm_executor import SimulatedExecutor
-from tests.serve_app.simulation.virtual import VirtualTime
+from tests.fakes.clock import Clock
 from tests.serve_app.simulation.virtual_engine import VirtualEngine
 
 WINDOW = 256
@@ -108,7 +108,7 @@ class Loads(KVConnectorMetadata):  # type: ignore[misc]
 class Loading(SimulatedExecutor):
     """A device that loads the KV cache of prompts from `Stored` beside its steps."""
 
-    time: VirtualTime
+    time: Clock
 
     def execute_model(self, scheduled: Any, non_block: bool = False) -> Any:
         loading = scheduled.kv_connector_metadata.loading

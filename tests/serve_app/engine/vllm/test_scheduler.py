@@ -15,7 +15,8 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from serve_app.engine.vllm.scheduler import AGING_S, GOALS, LEAST_HOLD_S, LiveFirst
+from serve_app.engine.vllm.scheduler import AGING_S, GOALS, LEAST_HOLD_S, LiveFirst, take_figures
+from serve_app.engine.vllm.stats import scheduler_figures
 from serve_app.simulation.vllm_executor import SimulatedExecutor
 from tests.serve_app.engine.vllm.features import DRAFTS, STORE, Drafts, Loading, Windows, engine_of
 from tests.serve_app.simulation.virtual_engine import LiveFirstEngine, VirtualEngine, virtual_engines
@@ -228,6 +229,26 @@ def test_a_live_request_takes_the_place_of_the_youngest_row(start: Start) -> Non
     assert engine.seen_at["live"][0] - sent < 0.2
     assert engine.ended_at["row 3"] > engine.ended_at["live"]
     assert {name: engine.tokens[name] for name in rows} == alone
+
+
+def test_the_scheduler_tells_what_it_did_and_learned(start: Start) -> None:
+    engine = start(max_num_seqs=4)
+    learn(engine)
+    for number in range(4):
+        engine.add(f"row {number}", prompt(number, 50), 100, priority=1)
+    go_on(engine, 1.0)
+    engine.add("live", prompt(9, 50), 10, extra_args={GOALS: (0.0, 0.08)})
+    engine.add("wrong", prompt(9, 50), 10, extra_args={GOALS: "fast"})
+    go_on(engine, 0.3)
+    stats = engine.scheduler.make_stats()
+    figures = scheduler_figures(take_figures(stats))
+    assert figures.bound_s == pytest.approx(0.08)
+    assert (figures.displaced, figures.malformed) == (2, 1)
+    assert figures.step_s.base == pytest.approx(0.05, rel=0.02)
+    assert figures.step_s.prompt_token == pytest.approx(0.00025, rel=0.05)
+    assert figures.least_s == pytest.approx(0.1, rel=0.02)
+    # vLLM's own loggers don't see them.
+    assert not any(stats.num_kv_fetch_reqs_by_stage.values())
 
 
 def test_a_live_request_takes_the_blocks_of_the_youngest_rows(start: Start) -> None:

@@ -88,11 +88,11 @@ def run(feature: Feature, kind: type[VirtualEngine], policy: str) -> Seen:
 
         def add_live(number: int) -> None:
             text = prefix + [draw.randrange(3, 60) for _ in range(feature.live_prompt - feature.shared)]
-            told = {"extra_args": {GOALS: (0.6, 0.08)}}
+            told: dict[str, Any] = {"extra_args": {GOALS: (0.6, 0.08)}}
             if feature.grammar:
-                # vLLM's front end chooses the backend.
-                told["structured_outputs"] = StructuredOutputsParams(regex=feature.grammar)
-                told["structured_outputs"]._backend = "xgrammar"
+                params = told["structured_outputs"] = StructuredOutputsParams(regex=feature.grammar)
+                # vLLM's front end chooses it.
+                params._backend = "xgrammar"
             engine.add(f"live {number}", text, 30, **told)
 
         for _ in range(ROWS):

@@ -465,7 +465,8 @@ def test_an_error_ends_a_part_of_the_statistics_and_not_the_engine(
         stats.flush()
     assert reported == []
     assert [(record.message, bool(record.exc_info)) for record in caplog.records] == [
-        ("vLLM's statistics fail: their metrics are left out from now on", True)
+        ("vLLM's statistics fail: their figures are left out from now on", True),
+        ("vLLM's statistics fail: their metrics are left out from now on", True),
     ]
     # The watchdog and the counters go on.
     stats.record(*step(1, 2))
