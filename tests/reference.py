@@ -1,7 +1,7 @@
 """Make the generated files: ``python -m tests.reference``; with ``--check`` only say which are stale.
 
 Settings, the schema of configs, commands, metrics, statistics and the map of the source come from the code,
-the Helm chart from the manifests.
+the Helm chart from the manifests. The limits of the tests are lowered to what the tests are.
 """
 
 import ast
@@ -24,6 +24,7 @@ from serve_app.settings.schema import Settings
 from serve_app.settings.user_config import UserConfig
 from serve_app.stats import ServiceHealth, ServiceStats
 from serve_app.telemetry import catalogue
+from tests import limits
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "serve_app/docs"
@@ -271,6 +272,8 @@ def stale(made: Mapping[Path, str]) -> Iterable[Path]:
 def main() -> None:
     """Write the files, or check them."""
     made = files()
+    if grown := limits.grown(limits.counted(), limits.recorded()):
+        sys.exit("\n".join(grown))
     if "--check" in sys.argv[1:]:
         found = [str(path.relative_to(ROOT)) for path in stale(made)]
         sys.exit(f"stale, run `make reference`: {', '.join(found)}" if found else 0)
@@ -279,6 +282,7 @@ def main() -> None:
     for path, text in made.items():
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
+    limits.record()
 
 
 if __name__ == "__main__":

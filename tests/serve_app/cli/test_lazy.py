@@ -1,3 +1,5 @@
+"""A command is imported when it is used, so that the help of `saturate` is fast."""
+
 import sys
 from pathlib import Path
 

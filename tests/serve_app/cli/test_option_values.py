@@ -1,3 +1,5 @@
+"""A time on the command line is a span, a date or a time of day, in UTC unless it names a zone."""
+
 from datetime import UTC, datetime, timedelta
 
 import pytest

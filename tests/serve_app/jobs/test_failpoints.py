@@ -1,3 +1,5 @@
+"""Each write of the batches has failpoints before and after it; there the kill schedules end the process."""
+
 from pathlib import Path
 
 import pytest

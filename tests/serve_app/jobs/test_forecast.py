@@ -1,3 +1,5 @@
+"""A batch that can't end within its window is known at its creation, by what came before it."""
+
 from collections.abc import Iterable
 from random import Random
 from typing import Any

@@ -1,3 +1,5 @@
+"""Files and batches outlive a restart, belong to one tenant each, and keep to its limits."""
+
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path

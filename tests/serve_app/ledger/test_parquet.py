@@ -1,3 +1,5 @@
+"""A segment of the ledger has the same rows in JSON Lines and in Parquet."""
+
 import io
 from datetime import UTC, datetime
 from typing import Any

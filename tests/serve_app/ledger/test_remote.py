@@ -1,3 +1,5 @@
+"""Files of the ledger go to their place in an object storage."""
+
 from pathlib import Path
 from uuid import uuid4
 

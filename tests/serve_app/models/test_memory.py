@@ -1,3 +1,5 @@
+"""The memory of a device holds the weights, the reserve and the KV cache of a model."""
+
 import pytest
 
 from serve_app.models.architecture import Architecture

@@ -1,3 +1,5 @@
+"""The collector looks rarely at objects that live long, so that it holds up no request."""
+
 import gc
 import random
 from collections.abc import Iterator

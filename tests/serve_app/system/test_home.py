@@ -1,3 +1,5 @@
+"""`~` at the begin of a path stands for the home of the user, if there is such a user."""
+
 from pathlib import Path
 
 import pytest
