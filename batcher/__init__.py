@@ -36,6 +36,5 @@ from batcher.stats import Load as Load
 from batcher.stats import Observation as Observation
 from batcher.stats import Observations as Observations
 from batcher.stats import Stats as Stats
-from batcher.threads import ThreadClient as ThreadClient
 from batcher.tokens import BatchOptions as BatchOptions
 from batcher.tokens import TokenBatcher as TokenBatcher

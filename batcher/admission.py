@@ -108,7 +108,6 @@ class Batcher(ABC, Generic[EntryT]):
 
     async def start(self) -> None:
         """Let records in; RuntimeError if it runs already, or is still stopping."""
-        self._abandon_closed_loop()
         if self._state != STOPPED:
             raise RuntimeError(f"{type(self).__name__} is already {self._state}")
         self._loop = asyncio.get_running_loop()
@@ -131,7 +130,6 @@ class Batcher(ABC, Generic[EntryT]):
         checks.flag("drain", drain)
         if timeout is not None:
             checks.seconds("timeout", timeout)
-        self._abandon_closed_loop()
         if self._state == STOPPED:
             return
         self._check_loop()
@@ -171,16 +169,6 @@ class Batcher(ABC, Generic[EntryT]):
         self._recorder.close(self._clock())
         self._state = STOPPED
 
-    def _abandon_closed_loop(self) -> None:
-        """Forget what is left of a life whose event loop is closed; slots may be held beyond a stop."""
-        if self._loop is None or not self._loop.is_closed():
-            return
-        for entry in (*self._queue.clear(), *self._abandon()):
-            self._recorder.unserved(entry)
-            entry.withdraw = None  # a cancellation that comes later doesn't count
-        self._alarm = None
-        self._close()
-
     def _check_open(self, records: int = 1) -> None:
         """Raise unless records may be submitted here and now."""
         if self._state != RUNNING:
@@ -192,7 +180,7 @@ class Batcher(ABC, Generic[EntryT]):
         # The thread's id is looked at first: asking for the running loop takes Python 3.11 a system call.
         if (get_ident() != self._thread or not self._loop_runs()) and _get_running_loop() is not self._loop:
             name = type(self).__name__
-            raise RuntimeError(f"{name} belongs to another event loop; use it there, or a ThreadClient")
+            raise RuntimeError(f"{name} belongs to another event loop; use it there")
 
     def _deadline(self, deadline: float | None, timeout: float | None, now: float, records: int = 1) -> float:
         """Return the deadline that a record was given, in either way."""
@@ -317,7 +305,3 @@ class Batcher(ABC, Generic[EntryT]):
     @abstractmethod
     def _abort(self) -> list["asyncio.Task[Any]"]:
         """Give up what runs; return the tasks that are still to end."""
-
-    @abstractmethod
-    def _abandon(self) -> list[EntryT]:
-        """Forget what ran on an event loop that is closed; return the entries that are not counted yet."""

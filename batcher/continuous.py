@@ -480,7 +480,6 @@ class ContinuousBatcher(Batcher[Slot]):
         if not isinstance(max_running, EllipsisType):
             checks.whole("max_running", max_running, 1, optional=True)
             self._max_running = sys.maxsize if max_running is None else max_running
-        self._abandon_closed_loop()
         self._window.capacity = capacity
         self._bound()
         self._count_time(self._clock())
@@ -779,10 +778,3 @@ class ContinuousBatcher(Batcher[Slot]):
             if slot.running:
                 task.cancel()
         return list(self._tasks)
-
-    def _abandon(self) -> list[Slot]:
-        for slot in list(self._runs):
-            self._leave(slot, Aborted("the event loop was closed while the record ran"))
-        self._tasks.clear()
-        self._end_wishes()
-        return []

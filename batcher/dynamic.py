@@ -399,16 +399,12 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
     def _entries(self) -> list[Entry[ResultT]]:
         return [entry for run in self._runs for entry in run.batch if not entry.done()]
 
-    def _abandon(self) -> list[Entry[ResultT]]:
-        """Let go of all that runs, and return the entries."""
+    def _abort(self) -> list[asyncio.Task[Any]]:
+        tasks = [run.owner for run in self._runs if run.owner is not None]
         entries = self._entries()
         self._runs, self._calling = set(), set()
         self._recorder.switch(False, self._clock())
-        return entries
-
-    def _abort(self) -> list[asyncio.Task[Any]]:
-        tasks = [run.owner for run in self._runs if run.owner is not None]
-        for entry in self._abandon():
+        for entry in entries:
             self._end(entry, Closed(f"{type(self).__name__} was stopped while the record ran"))
         for task in tasks:
             task.cancel()

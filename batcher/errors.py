@@ -1,9 +1,7 @@
 """Errors that a batcher raises, and copies of an error for each record of a batch."""
 
-import contextlib
 import copy
 from collections.abc import Callable
-from types import MemberDescriptorType
 from typing import TypeVar
 
 LATE = "the deadline passed before the record could start"
@@ -65,28 +63,21 @@ class BadResults(BatcherError, ValueError):  # noqa: N818
 
 
 def separate(error: ErrorT) -> ErrorT | Aborted:
-    """Return an equal error that is an object of its own: each `await` writes into the one that it raises."""
-    kind = type(error)
+    """Return an equal error that is an object of its own: each `await` writes into the one that it raises.
+
+    An error whose class can't be copied is described by an `Aborted`, of which it is the cause.
+    """
     twin: ErrorT | Aborted
     try:
-        if kind.__module__ == "builtins":
-            # Some keep their state in C, where only their own constructor puts it.
-            twin = copy.copy(error)
-        else:
-            # `__init__` may want other arguments than the `args` it left: go round it.
-            twin = kind.__new__(kind, *error.args)
-            twin.__dict__.update(error.__dict__)
-            # Slots, and the state in C of a builtin base.
-            members = [name for name in dir(kind) if isinstance(getattr(kind, name, 0), MemberDescriptorType)]
-            for name in ("args", *members):
-                if (value := getattr(error, name, name)) is not getattr(twin, name, name):
-                    with contextlib.suppress(AttributeError):  # of a group they are read-only
-                        BaseException.__setattr__(twin, name, value)
-        if "__notes__" in error.__dict__:
-            twin.__dict__["__notes__"] = list(error.__dict__["__notes__"])
+        twin = copy.copy(error)
+        if twin.args != error.args or twin is error:
+            raise TypeError
     except Exception:
-        # The class can't be copied; the twin says what the error was, and has its traceback.
-        twin = Aborted(f"{kind.__name__}: {described(error, str)}")
+        twin = Aborted(f"{type(error).__name__}: {described(error, str)}")
+        twin.__cause__ = error
+        return twin
+    if notes := getattr(error, "__notes__", None):
+        twin.__notes__ = list(notes)
     for name in ("__cause__", "__context__", "__suppress_context__"):
         # The class may forbid assignments, as a frozen dataclass does.
         BaseException.__setattr__(twin, name, getattr(error, name))

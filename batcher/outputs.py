@@ -53,6 +53,10 @@ class Lengths:
     the first to end, which are the shortest, don't make all look short, and answers that outgrow all that was
     seen make all look longer at once. One answer more counts, which never ends: with few seen, the
     curve is on the safe side. The latest answers weigh most.
+
+    An average in its place, with the same caution, and with the answers that run counted as far as they are,
+    makes 5% more tokens/s where lengths keep to what was learned. Where they jump, 57% of the tokens are
+    computed twice with it, and 8% with the curve (`tests/batcher/test_overcommitment.py`).
     """
 
     def __init__(self) -> None:

@@ -3,10 +3,8 @@
 import asyncio
 import contextvars
 import inspect
-import math
 import random
-from collections import deque
-from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence, Set, Sized
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set, Sized
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, cast
@@ -39,54 +37,33 @@ def checked(results: Any, count: int) -> Sequence[Any]:
     return cast(Sequence[Any], results)
 
 
-def search(batch: Entries, on_error: OnError) -> Generator[tuple[Entries, Entries], Exception | None, None]:
-    """Find the records of a failed batch that fail alone: adaptive group testing.
+class Parts(list[Entries]):
+    """The parts of a batch that are still to run, the next one last; they become smaller where one fails."""
 
-    Yields the entries that have ended with the last group, and the group to test next; none: all have
-    ended. It is sent the error of that group, or None. The batch is halved until a record fails alone. The
-    rest is then tested in groups, as large as the share of bad records found so far suggests.
-    """
-    # Entries still to be tested, of which `suspects` at the head have failed together.
-    pool: deque[Entry[Any]] = deque()
-    suspects = bad = good = 0
-    ended: Entries = []
-    group = whole = [entry for entry in batch if not entry.done()]
-    while True:
-        error = yield ended, group
-        ended = group
-        if error is None:
-            good += len(group)
-        elif len(group) == 1:
-            bad += 1
-            suspects = 0
-            if on_error != "single" and not good and bad >= OUTAGE:
-                ended = [*group, *pool]
-                pool.clear()
-        elif on_error != "fail" and not (group is whole and isinstance(error, BadResults)):
-            ended = []
-            pool.extendleft(reversed(group))
-            suspects = len(group)
-        # The traceback of an error holds what `process_fn` had in memory.
-        del error
-        if on_error == "single" or not (suspects or good):
-            size = 1
-        elif suspects:
-            size = max(1, suspects // 2)
-        elif bad < 2:
-            # The first one says little of the others.
-            size = len(pool)
-        else:
-            share = (bad - 1) / (bad + good)
-            size = 1 << max(0, int(math.log2(math.log(2) / share)))
-        if bad and not good and pool:
-            # A caller's bad records stand together: whether others are good shows elsewhere.
-            pool.rotate(-random.Random(len(pool)).randrange(len(pool)))
-        group = []
-        while pool and len(group) < size:
-            entry = pool.popleft()
-            suspects = max(0, suspects - 1)
-            if not entry.done():
-                group.append(entry)
+    good = bad = 0  # entries that have succeeded, and entries that have failed alone
+
+    def take(self) -> Entries:
+        """Return the next part, without the entries that have ended; none: all have ended."""
+        while self:
+            if part := [entry for entry in self.pop() if not entry.done()]:
+                return part
+        return []
+
+    def fail(self, part: Entries, single: bool) -> Entries:
+        """Halve a part that has failed, or take it apart if `single`; return the entries that end with it."""
+        if len(part) > 1:
+            if not self.good and not self.bad and len(part) > OUTAGE:
+                # A caller's bad records stand together: at random, good ones are met before 40 have failed.
+                random.Random(len(part)).shuffle(part)
+            size = 1 if single else (len(part) + 1) // 2
+            self += [part[start : start + size] for start in range(0, len(part), size)][::-1]
+            return []
+        self.bad += 1
+        if single or self.good or self.bad < OUTAGE:
+            return part
+        rest = [entry for left in self for entry in left]
+        self.clear()
+        return [*part, *rest]
 
 
 @dataclass(slots=True, eq=False)
@@ -123,19 +100,21 @@ class Processor(Generic[ResultT]):
             if entry.deadline is not None and entry.deadline <= now and not entry.done():
                 recorder.unserved(entry, late=True)
                 entry.fail(Expired(LATE))
-        groups = search(batch, self._on_error)
-        ended, group = next(groups)
-        whole = group
-        while tested := group:
+        parts = Parts([batch])
+        part = whole = parts.take()
+        while tested := part:
             started = self._clock()
             results: Sequence[Any]
             try:
                 results = checked(await self._call([entry.record for entry in tested]), len(tested))
-                ended, group = groups.send(None)
+                ended = tested
+                parts.good += len(tested)
             except Exception as error:
-                # The records that end get the error, with its traceback.
-                ended, group = groups.send(error)
+                # The records that end get the error, with its traceback; that holds what `process_fn` had.
+                as_one = self._on_error == "fail" or (tested is whole and isinstance(error, BadResults))
+                ended = tested if as_one else parts.fail(tested, self._on_error == "single")
                 results = [error] * len(ended)
+            part = parts.take()
             costs = [entry.cost for entry in tested]
             recorder.batches += 1
             recorder.batch_records += len(tested)
@@ -145,7 +124,7 @@ class Processor(Generic[ResultT]):
                 recorder.observations.batches.append(BatchObservation(len(tested), sum(costs)))
             if not ended:
                 recorder.ran(len(tested), (), self._clock() - started)
-            if not group:
+            if not part:
                 free(tested is whole)
             self._end(ended, results, started, seen)
 

@@ -561,22 +561,6 @@ async def test_nothing_runs_after_a_stop_that_gives_up(turns: int) -> None:
     assert log == before
 
 
-def test_the_capacity_may_change_after_a_loop_was_closed_while_slots_wait() -> None:
-    batcher = ContinuousBatcher(capacity=10)
-    loop = asyncio.new_event_loop()
-
-    async def life() -> None:
-        await batcher.start()
-        tasks = [asyncio.create_task(Holders(batcher).enter(name, 10)) for name in ("runs", "waits")]
-        await asyncio.wait(tasks)
-        loop.waits = tasks  # type: ignore[attr-defined]
-
-    loop.run_until_complete(life())
-    loop.close()
-    batcher.set_capacity(5)
-    assert (batcher.load.running, batcher.load.waiting) == (0, 0)
-
-
 def test_a_slot_that_waits_may_be_released_after_its_loop_was_closed() -> None:
     batcher = ContinuousBatcher(capacity=10)
     loop = asyncio.new_event_loop()

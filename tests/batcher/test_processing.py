@@ -325,14 +325,14 @@ BAD = {
 async def test_a_split_fails_the_bad_records_and_no_other(bad: set[int]) -> None:
     failed, calls = await split(bad)
     assert failed == bad
-    assert calls <= min(2 * 256, len(bad) * (math.log2(256 / len(bad)) + 4) + 8)
+    assert calls <= 2 * len(bad) * (math.log2(256 / len(bad)) + 1)
 
 
 @virtual
 async def test_a_split_gives_up_in_an_outage() -> None:
     failed, calls = await split(set(range(256)))
     assert len(failed) == 256
-    assert calls <= OUTAGE + 10
+    assert calls <= 2 * OUTAGE + 10
 
 
 @virtual
