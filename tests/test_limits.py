@@ -4,14 +4,14 @@ from pathlib import Path
 
 from tests.limits import counted, grown, recorded
 
-TEXT = """
+TEXT = f"""
 from serve_app.jobs import Store
 from serve_app.jobs.db import (
     SQLite as Database,
     VERSION,
 )
 
-def test_a_name_of_thirteen_words_is_longer_than_a_name_may_be_in() -> None:
+def test_{"word_" * 12}word() -> None:
     from serve_app.ledger.writer import Ledger
 """
 

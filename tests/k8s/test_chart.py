@@ -81,7 +81,7 @@ def test_lint_finds_nothing(name: str) -> None:
 # Names
 
 
-def test_two_releases_have_no_object_in_common_and_reach_no_pod_of_each_other() -> None:
+def test_two_releases_share_no_object_and_reach_no_pod_of_each_other() -> None:
     everything = merged(*OPTIONS.values())
     one, two = render_chart(everything, "one"), render_chart(everything, "two")
     assert not by_name(one).keys() & by_name(two).keys()

@@ -27,7 +27,7 @@ def test_an_image_runs_saturate_below_an_init_and_not_as_root(target: str) -> No
 
 
 @pytest.mark.parametrize("target", ["cpu", "gpu"])
-def test_an_image_with_an_engine_serves_the_demo_and_says_how_it_is(target: str) -> None:
+def test_an_image_with_an_engine_serves_the_demo_and_its_health(target: str) -> None:
     found = image.read(target)
     assert found.command == ["serve", "demo"]
     assert found.env["SATURATE_HOST"] == "0.0.0.0"
@@ -75,7 +75,7 @@ def _extras(target: str) -> set[str]:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_an_image_has_every_extra_that_an_error_or_a_page_asks_for(target: str) -> None:
+def test_an_image_has_every_extra_that_errors_and_pages_name(target: str) -> None:
     code = "\n".join(path.read_text() for path in (ROOT / "serve_app").rglob("*.py"))
     text = "\n".join(map(read, pages()))
     named = set(re.findall(r"\bextra\('(\w+)'\)", code))

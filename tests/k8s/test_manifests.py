@@ -84,7 +84,7 @@ def test_every_kustomize_here_renders_the_same(folder: Path) -> None:
         assert other == first
 
 
-def test_the_demo_of_a_cluster_is_the_local_one_but_for_what_several_nodes_need() -> None:
+def test_the_demo_of_a_cluster_is_the_local_demo_for_several_nodes() -> None:
     local = yaml.safe_load((CONFIGS / "local.yaml").read_text())
     cluster = yaml.safe_load((CONFIGS / "demo-cluster.yaml").read_text())
     assert cluster["http_options"].pop("host") == "0.0.0.0"

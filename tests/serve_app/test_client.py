@@ -164,7 +164,7 @@ def flaky(*statuses: int) -> tuple[httpx.MockTransport, list[str]]:
     return httpx.MockTransport(answer), asked
 
 
-def test_a_call_is_made_again_until_it_succeeds_and_waits_as_long_as_the_service_says() -> None:
+def test_a_call_is_tried_again_and_waits_as_the_service_says() -> None:
     transport, asked = flaky(503, 0, 429, 200)
     waited: list[float] = []
     told: list[str] = []

@@ -103,7 +103,7 @@ def test_environment_variables_are_strings(path: Path) -> None:
             assert isinstance(value, str), name
 
 
-def test_the_local_config_needs_no_gpu_and_no_download_and_is_not_open_to_the_network() -> None:
+def test_the_local_config_needs_no_gpu_no_download_and_stays_local() -> None:
     config = load(FOLDER / "local.yaml")
     assert config["http_options"]["host"] == "127.0.0.1"
     (app,) = config["applications"]

@@ -113,7 +113,7 @@ def test_a_service_is_not_named_by_an_empty_text(option: str) -> None:
         options(option, "")
 
 
-def test_the_service_is_the_one_on_this_machine_unless_another_one_is_named() -> None:
+def test_the_service_is_on_this_machine_unless_another_is_named() -> None:
     assert options().url == DEFAULT_URL
     assert options("--url", "http://other").url == "http://other"
     assert options("--app", "llm", "--model", "m").url is None

@@ -243,9 +243,7 @@ def test_a_path_that_can_not_be_written_is_an_error(tmp_path: Path, name: str, m
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("complete", [True, False])
-def test_an_output_without_rows_does_not_stand_in_the_way_of_another_run(
-    tmp_path: Path, name: str, complete: bool
-) -> None:
+def test_an_output_without_rows_is_in_the_way_of_no_run(tmp_path: Path, name: str, complete: bool) -> None:
     output = opened(tmp_path / name)
     if complete:
         output.complete()

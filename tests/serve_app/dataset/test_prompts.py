@@ -68,7 +68,7 @@ def test_a_chat_that_is_no_json_fails_its_row(value: object) -> None:
     assert caught.value.type == "invalid_row"
 
 
-def test_a_chat_of_arrow_or_numpy_has_the_fields_that_it_had_before() -> None:
+def test_a_chat_of_arrow_or_numpy_keeps_its_fields() -> None:
     chat = [
         {"role": "user", "name": "ada", "content": [{"type": "text", "text": "hi"}]},
         {"role": "assistant", "content": "yes"},

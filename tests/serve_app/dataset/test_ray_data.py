@@ -46,7 +46,7 @@ async def test_two_stages_in_a_row_name_their_columns(handle: Handle) -> None:
 
 
 @pytest.mark.parametrize("name", ADDED)
-async def test_a_name_that_the_input_has_is_told_before_a_row_is_sent(name: str, handle: Handle) -> None:
+async def test_a_column_that_the_input_has_is_an_error_before_any_row(name: str, handle: Handle) -> None:
     stage = Generate("llm", "demo")
     batch = pa.table({"prompt": ["a"], name: [1]})
     async with asyncio.timeout(LIMIT_S):

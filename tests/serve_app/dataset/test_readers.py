@@ -219,7 +219,7 @@ MANY = [{"id": number, "prompt": hashlib.sha256(b"%d" % number).hexdigest() * 3}
 
 @pytest.mark.parametrize("suffix", [".gz", ".bz2", ".zst", ".lz4"])
 @pytest.mark.parametrize("kept", [0.6, 0.99])
-def test_the_rows_before_the_broken_place_are_read_and_the_next_file_too(
+def test_rows_before_a_broken_place_and_the_next_file_are_read(
     tmp_path: Path, suffix: str, kept: float
 ) -> None:
     content = compressed(suffix, "".join(json.dumps(row) + "\n" for row in MANY).encode())
@@ -248,7 +248,7 @@ def test_no_row_before_the_end_of_a_truncated_file_is_lost(tmp_path: Path, lines
     assert isinstance(error, RowError)
 
 
-def test_an_input_of_one_file_that_can_not_be_read_at_all_ends_the_run(tmp_path: Path) -> None:
+def test_a_lone_file_that_can_not_be_read_ends_the_run(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(JSONL)
     with pytest.raises(InputError, match=r"a\.jsonl\.gz: "):
         rows(open_source(str(tmp_path)))

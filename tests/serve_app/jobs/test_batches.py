@@ -168,7 +168,7 @@ async def test_a_file_with_bad_lines_fails_the_batch(tmp_path: Path) -> None:
     assert engine.sent == []
 
 
-async def test_the_batches_of_a_tenant_go_by_deadline_and_rows_in_flight_stay(tmp_path: Path) -> None:
+async def test_batches_of_a_tenant_go_by_deadline_and_rows_in_flight_stay(tmp_path: Path) -> None:
     engine = Engine()
     engine.go.clear()
     async with running(tmp_path, engine, concurrency=Fixed(2)) as bench:
@@ -456,7 +456,7 @@ async def test_a_row_at_which_the_engine_fails_is_given_up(tmp_path: Path) -> No
     assert (batch.completed, batch.failed, engine.tries["bad"]) == (1, 1, 3)
 
 
-async def test_a_fault_of_the_service_is_given_up_without_an_answer_to_another_row(tmp_path: Path) -> None:
+async def test_a_fault_of_the_service_is_given_up_if_no_row_succeeds(tmp_path: Path) -> None:
     engine = Engine(lambda _: 500)
     async with running(tmp_path, engine) as bench:
         bench.add("b", row("x"), row("y"))
@@ -782,7 +782,7 @@ async def test_bytes_in_flight_are_bounded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("max_bytes", [1, 1 << 20])
-async def test_a_tenant_whose_rows_wait_for_their_next_try_holds_up_no_other(
+async def test_a_tenant_whose_rows_wait_for_another_try_holds_up_nobody(
     max_bytes: int, tmp_path: Path
 ) -> None:
     engine = Engine(lambda id: 429 if id.startswith("a") else 200)
@@ -801,7 +801,7 @@ async def test_a_tenant_whose_rows_wait_for_their_next_try_holds_up_no_other(
     assert engine.most <= 2
 
 
-async def test_rows_that_are_due_again_share_the_places_with_those_of_other_tenants(tmp_path: Path) -> None:
+async def test_rows_that_are_due_again_share_places_with_other_tenants(tmp_path: Path) -> None:
     engine = Engine(lambda id: 503 if id.startswith("a") and engine.tries[id] < 4 else 200)
     async with running(tmp_path, engine, concurrency=Fixed(1)) as bench:
         for tenant in ("anna", "ben"):
@@ -847,7 +847,7 @@ async def test_a_cancelled_runner_ends_after_the_thread_that_writes(tmp_path: Pa
     store.close()
 
 
-async def test_a_batch_that_was_deleted_since_the_store_was_read_stops_no_other(
+async def test_a_batch_that_is_deleted_meanwhile_stops_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running(tmp_path, Engine()) as bench:
@@ -880,7 +880,7 @@ class Broken:
         raise OSError(errno.EIO, "Input/output error")
 
 
-async def test_a_row_that_is_due_goes_before_the_rows_of_an_earlier_batch(
+async def test_a_row_that_is_due_goes_before_rows_of_earlier_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the tenant, which has all its rows in flight, would wait for itself."""
@@ -919,7 +919,7 @@ async def test_an_input_that_cannot_be_read_holds_up_no_other_validation(
         await bench.ended("a", state="cancelled")
 
 
-async def test_rows_that_were_valid_are_sent_after_the_limit_on_lines_was_lowered(tmp_path: Path) -> None:
+async def test_valid_rows_are_sent_although_the_limit_on_lines_was_lowered(tmp_path: Path) -> None:
     store, content = opened(tmp_path)
     put(store, content, "in", text_of(row("x"), row("y" * 500)))
     store.add_batch(batch_of("b", "in"), 1)
@@ -929,7 +929,7 @@ async def test_rows_that_were_valid_are_sent_after_the_limit_on_lines_was_lowere
         assert (await bench.ended("b")).completed == 2
 
 
-async def test_an_input_that_has_lost_rows_fails_the_batch_and_keeps_its_results(tmp_path: Path) -> None:
+async def test_an_input_that_lost_rows_fails_the_batch_with_its_results(tmp_path: Path) -> None:
     async with running(tmp_path, Engine(), concurrency=Fixed(1)) as bench:
         bench.add("b", *(row(str(number)) for number in range(300)))
         await bench.until(lambda: bench.store.batch("b").completed > 0)

@@ -74,7 +74,7 @@ async def test_a_row_goes_to_its_model_with_its_tier_tenant_and_weight() -> None
     assert engines["demo"].answers[0].stopped.is_set()
 
 
-async def test_a_row_has_the_quota_of_its_key_and_names_the_models_of_its_batch_only(
+async def test_a_row_has_its_key_s_quota_and_its_batch_s_models(
     tmp_path: Path, health: dict[str, ModelState]
 ) -> None:
     path = tmp_path / "keys.json"
@@ -99,7 +99,7 @@ async def test_a_row_has_the_quota_of_its_key_and_names_the_models_of_its_batch_
     assert long.facts.prefix == stated.cached_for("", "anna").prefix
 
 
-async def test_a_refusal_by_a_quota_says_nothing_about_the_room_at_the_engines() -> None:
+async def test_a_refusal_by_a_quota_tells_nothing_of_the_engines() -> None:
     refused = RequestError(429, "rate_limit_error", "key ada: tokens_per_day 2000: none", retry_after_s=7.0)
     engine = Engine(answer(with_headers(pack_error(refused), [BY_QUOTA])))
     with pytest.raises(QuotaError, match="key ada: tokens_per_day 2000") as raised:
@@ -110,9 +110,7 @@ async def test_a_refusal_by_a_quota_says_nothing_about_the_room_at_the_engines()
 
 
 @pytest.mark.parametrize("dies", [True, False])
-async def test_a_row_that_is_lost_with_the_process_of_its_engine_has_a_row_in_the_ledger(
-    tmp_path: Path, dies: bool
-) -> None:
+async def test_a_row_lost_with_its_engine_is_in_the_ledger(tmp_path: Path, dies: bool) -> None:
     lost = LostCalls(UsageSettings(ledger=LedgerSettings(folder=str(tmp_path))), "batches")
     # An engine that dies alone leaves a replica that writes the row.
     errors: list[Exception] = [RayActorError() if dies else EngineLostError()]
@@ -133,7 +131,7 @@ async def test_a_row_that_is_lost_with_the_process_of_its_engine_has_a_row_in_th
     )
 
 
-async def test_a_row_calls_a_route_by_the_name_that_vllm_has_for_it() -> None:
+async def test_a_row_calls_a_route_by_its_name_in_vllm() -> None:
     engine = Engine(answer(complete(PLAIN, b'{"ok": 1}')))
     await client_of({"demo": engine}).send("/v1/classify", {"model": "demo", "input": "a"}, ANNA)
     assert [request.path for request in engine.requests] == ["/classify"]
@@ -181,7 +179,7 @@ async def test_a_refusal_says_when_to_come_back() -> None:
         (200, b"", 502),
     ],
 )
-async def test_an_answer_that_is_no_json_object_is_an_error_with_its_text(
+async def test_an_answer_without_a_json_object_is_an_error_with_its_text(
     status: int, text: bytes, shown: int
 ) -> None:
     engine = Engine(answer(complete(Head(status, []), text)))
@@ -332,7 +330,7 @@ def test_the_engines_of_an_adapter_are_those_of_its_model() -> None:
     assert [client.base_of(name) for name in ("demo", "words", "unknown")] == ["demo", "demo", None]
 
 
-async def test_a_row_of_an_adapter_waits_for_the_first_replica_of_its_model(
+async def test_an_adapter_s_row_waits_for_the_model_s_first_replica(
     health: dict[str, ModelState],
 ) -> None:
     model = {"id": "demo", "source": "x", "adapters_folder": "/adapters"}

@@ -57,7 +57,7 @@ def verdict(rows: int, hours: float = 1, **options: Any) -> str:
     return found
 
 
-def test_a_batch_that_takes_too_long_is_told_with_the_rows_that_are_left_over() -> None:
+def test_a_batch_that_takes_too_long_says_how_many_rows_remain() -> None:
     (outlook,) = queue_of(running("b", 7200 + 60)).outlooks().values()
     assert outlook.verdict == "late"
     assert "ends 1.0 h after the end of its completion_window" in outlook.message
@@ -115,7 +115,7 @@ def test_the_earlier_deadlines_of_the_tenant_go_first() -> None:
     assert in_order(same) == same
 
 
-def test_rows_that_a_window_ends_are_in_the_way_of_no_later_batch() -> None:
+def test_rows_that_a_window_ends_delay_no_later_batch() -> None:
     doomed = running("doomed", 10**6)
     assert verdicts(queue_of(doomed, running("next", 2000, hours=4))) == {"doomed": "late", "next": "holds"}
 

@@ -124,7 +124,7 @@ async def test_bytes_that_are_not_the_file_are_bounded(tmp_path: Path, head: byt
     assert [*(tmp_path / "drafts").iterdir()] == []
 
 
-async def test_a_draft_that_a_thread_makes_after_the_end_of_its_request_is_deleted(tmp_path: Path) -> None:
+async def test_a_draft_made_after_the_end_of_its_request_is_deleted(tmp_path: Path) -> None:
     loop, opening, go = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
 
     class SlowContent(Content[Path]):
@@ -248,7 +248,7 @@ def test_a_sketch_says_what_a_validation_would(tmp_path: Path) -> None:
     assert found.work == pytest.approx(whole.work, rel=0.02)
 
 
-def test_the_work_of_a_row_is_bound_by_what_its_body_asks_for(tmp_path: Path) -> None:
+def test_the_body_of_a_row_bounds_its_work(tmp_path: Path) -> None:
     def work(endpoint: str = CHAT, **fields: Any) -> float:
         return check(tmp_path, row("a", url=endpoint, **body(**fields)), endpoint=endpoint).work
 

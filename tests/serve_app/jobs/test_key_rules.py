@@ -55,7 +55,7 @@ def rules(keys: Keys) -> KeyRules:
     return KeyRules(SERVED, limits_of(max_lines=100), keys.store)
 
 
-def test_the_rights_of_a_batch_are_the_models_and_rows_of_its_key(tmp_path: Path) -> None:
+def test_a_batch_has_the_models_and_rows_of_its_key(tmp_path: Path) -> None:
     found = rules(Keys(tmp_path, models=["demo", "other"], batches={"max_lines": 7}))
     rights = found.rights("ada")
     assert (set(found.models(rights)), rights["max_lines"]) == ({"demo"}, 7)
@@ -96,7 +96,7 @@ async def test_a_batch_keeps_the_rights_that_it_was_made_with(tmp_path: Path, ch
     assert engine.sent == []
 
 
-async def test_a_batch_keeps_its_rights_when_its_key_is_narrowed_or_gets_a_new_secret(tmp_path: Path) -> None:
+async def test_a_batch_keeps_its_rights_when_its_key_changes(tmp_path: Path) -> None:
     keys = Keys(tmp_path)
     rights = rules(keys).rights("ada")
     keys.change(sha256=hash_key(b"y"), models=["large"], tenant="ben")
@@ -129,7 +129,7 @@ async def test_a_key_that_is_removed_before_the_validation_runs_no_row(tmp_path:
         (lambda keys: setattr(keys, "now", NOW + 3600.0), "api_key_expired"),
     ],
 )
-async def test_the_end_of_a_key_ends_its_batches_and_their_rows_at_the_engines(
+async def test_the_end_of_a_key_ends_its_batches_and_running_rows(
     tmp_path: Path, end: Any, code: str
 ) -> None:
     keys = Keys(tmp_path, expires="2027-01-15T09:00:00Z")
@@ -153,7 +153,7 @@ async def test_the_end_of_a_key_ends_its_batches_and_their_rows_at_the_engines(
     assert {line["error"]["code"] for line in errors.values()} == {"batch_cancelled"}
 
 
-async def test_a_key_that_comes_back_at_once_ends_nothing_and_runs_nothing_meanwhile(tmp_path: Path) -> None:
+async def test_a_key_that_comes_back_at_once_ends_nothing(tmp_path: Path) -> None:
     keys = Keys(tmp_path)
     rights = rules(keys).rights("ada")
     engine = Held("0")
@@ -215,7 +215,7 @@ async def test_keys_that_cannot_be_read_end_nothing(tmp_path: Path) -> None:
             await bench.ended(f"b{text}")
 
 
-async def test_a_batch_ends_with_a_key_that_is_gone_when_the_service_starts(tmp_path: Path) -> None:
+async def test_a_start_ends_the_batches_of_a_key_that_is_gone(tmp_path: Path) -> None:
     keys = Keys(tmp_path)
     rights = rules(keys).rights("ada")
     engine = Engine()

@@ -97,7 +97,7 @@ async def test_rows_with_other_fields_share_no_call() -> None:
     assert sorted(service.calls) == [["a", "c"], ["b"]]
 
 
-async def test_the_rows_of_a_list_that_fails_go_alone_until_they_are_answered() -> None:
+async def test_rows_of_a_failed_list_go_alone_until_they_are_answered() -> None:
     down = [True]
     service = Service(lambda _: RowAnswer(503, {}) if down[0] else None)
     lists = Lists(service, 3)

@@ -23,7 +23,7 @@ def test_every_open_state_leads_to_an_end() -> None:
         assert state not in reached, f"{state} is reached again"
 
 
-def test_all_that_is_added_for_a_group_of_rows_is_a_field_of_the_batch() -> None:
+def test_each_sum_over_rows_is_a_field_of_the_batch() -> None:
     batch = batch_of("b", "in")
     assert {name: getattr(batch, name) for name in Counts._fields} == dict.fromkeys(Counts._fields, 0)
 

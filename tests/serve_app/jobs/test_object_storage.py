@@ -79,7 +79,7 @@ def test_a_line_here_and_there_costs_little(tmp_path: Path) -> None:
         lambda content: [*content.pieces("b", 4)],
     ],
 )
-def test_a_storage_that_fails_in_the_middle_is_an_error_of_the_system(
+def test_a_storage_that_fails_midway_is_an_error_of_the_system(
     read: Callable[[Content[ObjectInput]], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     content = content_at(f"{PROTOCOL}://{uuid4().hex}", tmp_path)

@@ -49,7 +49,7 @@ def test_a_server_that_was_gone_is_used_again(own: Server) -> None:
     store.close()
 
 
-def test_a_query_to_a_machine_that_vanished_fails_as_soon_as_an_idle_connection(postgres: Server) -> None:
+def test_a_query_to_a_vanished_machine_fails_like_an_idle_connection(postgres: Server) -> None:
     from serve_app.jobs.db import Postgres
 
     database = Postgres(postgres.database())

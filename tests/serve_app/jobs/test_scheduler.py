@@ -155,7 +155,7 @@ async def test_a_tenant_whose_rows_wait_is_passed_over() -> None:
         site.fill(anna)
 
 
-async def test_a_stop_gives_places_to_all_that_are_due_and_that_come_later() -> None:
+async def test_a_stop_gives_places_to_due_and_later_rows() -> None:
     site, anna, ben = Site(limit=2), batch("anna", 2), batch("ben", 2)
     site.fill(anna)
     async with waiting(site.places, anna, 2) as (first, second):
@@ -239,7 +239,7 @@ async def test_no_row_is_sent_once_it_stops() -> None:
     assert not batch.takes_rows
 
 
-def test_it_is_exhausted_once_the_input_was_read_and_its_rows_were_taken() -> None:
+def test_it_is_exhausted_once_all_rows_of_the_input_are_taken() -> None:
     batch = OpenBatch(batch_of("b", "in"))
     assert not batch.exhausted
     batch.rows.append(Row(1, b"{}"))

@@ -96,7 +96,7 @@ async def test_a_row_is_away_while_it_waits_for_a_try() -> None:
     assert waiting == 0
 
 
-async def test_a_refusal_by_an_engine_lowers_the_limit_and_one_by_a_quota_does_not() -> None:
+async def test_a_refusal_by_an_engine_lowers_the_limit_unlike_a_quota_s() -> None:
     noted.clear()
     refused = QuotaError(429, "rate_limit_error", "none left", retry_after_s=36_000.0)
     limit = Auto(first=8)
@@ -108,7 +108,7 @@ async def test_a_refusal_by_an_engine_lowers_the_limit_and_one_by_a_quota_does_n
     assert limit.limit == 4
 
 
-async def test_a_large_row_is_read_and_answered_beside_the_loop_and_not_kept_as_objects(
+async def test_a_large_row_is_read_and_answered_beside_the_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Body(dict[str, Any]):

@@ -278,7 +278,7 @@ def shortest(message: str) -> int:
     return int(hours)
 
 
-async def test_a_new_batch_that_will_be_late_is_refused_with_the_window_that_holds(tmp_path: Path) -> None:
+async def test_a_batch_that_will_be_late_is_refused_with_a_possible_window(tmp_path: Path) -> None:
     async with slowly_running(tmp_path, "refuse") as (service, engine):
         status, answer = await create(service, "1h")
         error = answer["error"]

@@ -102,7 +102,7 @@ def test_a_file_beyond_the_limits_leaves_no_content(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("down", [False, True], ids=["once", "for longer"])
 @pytest.mark.parametrize("point", ["content.rename", "content.renamed", "store.commit", "store.committed"])
-def test_a_file_that_can_not_be_added_leaves_nothing_beyond_the_next_start(
+def test_a_file_that_can_not_be_added_leaves_nothing_after_a_start(
     point: str, down: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, content = opened(tmp_path)
@@ -265,7 +265,7 @@ def test_results_are_written_once_whatever_the_commit_said(
     store.close()
 
 
-def test_a_batch_whose_input_has_lost_rows_does_not_end_as_if_it_were_complete(tmp_path: Path) -> None:
+def test_a_batch_whose_input_lost_rows_does_not_end_as_complete(tmp_path: Path) -> None:
     store, content = opened(tmp_path)
     put(store, content, "in", b"".join(row.text for row in ROWS))
     store.add_batch(batch_of("b", "in"), 1)
@@ -309,7 +309,7 @@ def test_the_results_of_a_batch_that_lost_a_content_can_be_read(where: str, tmp_
     store.close()
 
 
-def test_results_of_a_batch_that_was_given_up_while_the_disk_failed_are_read(tmp_path: Path) -> None:
+def test_results_of_a_batch_that_a_failing_disk_ended_are_read(tmp_path: Path) -> None:
     store, content = opened(tmp_path)
     put(store, content, "in", ROWS[0].text)
     store.add_batch(batch_of("b", "in"), 1)
@@ -324,7 +324,7 @@ def test_results_of_a_batch_that_was_given_up_while_the_disk_failed_are_read(tmp
     store.close()
 
 
-def test_a_batch_that_lost_its_input_before_its_first_result_leaves_no_content(tmp_path: Path) -> None:
+def test_a_batch_that_lost_its_input_early_leaves_no_content(tmp_path: Path) -> None:
     store, content = opened(tmp_path)
     put(store, content, "in", ROWS[0].text)
     store.add_batch(batch_of("b", "in"), 1)

@@ -214,7 +214,7 @@ def test_a_file_that_an_open_batch_reads_stays(store: Store) -> None:
 
 
 @pytest.mark.parametrize("left", [None, b""])
-def test_contents_beside_a_database_that_is_missing_or_empty_are_not_taken_for_none(
+def test_contents_beside_a_missing_or_empty_database_are_not_taken_for_none(
     left: bytes | None, tmp_path: Path
 ) -> None:
     Store(tmp_path).close()

@@ -63,7 +63,7 @@ def test_a_file_that_is_touched_is_younger_than_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["*", "*/*"])
-def test_a_folder_that_may_not_be_read_is_not_taken_for_an_empty_one(
+def test_a_folder_that_may_not_be_read_is_not_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str
 ) -> None:
     folder, disk = tmp_path / "usage", LocalDisk()

@@ -62,7 +62,7 @@ def test_every_column_is_one_of_a_row() -> None:
     assert all(name == "day" or name in LedgerRow.__struct_fields__ for name in BY)
 
 
-def test_lines_that_are_no_rows_are_counted_but_for_one_that_is_being_written(tmp_path: Path) -> None:
+def test_lines_that_are_no_rows_are_counted_except_an_unfinished_last_line(tmp_path: Path) -> None:
     save(tmp_path, DAY, "a.00000", ROWS, parquet=True)
     line = encode(ROWS[0])
     (tmp_path / f"day={DAY}" / "b.00000.jsonl").write_bytes(line + b"what\n" + line + b'{"call": "x", "ti')

@@ -13,7 +13,7 @@ def test_a_row_is_a_line_of_json_that_reads_back() -> None:
     assert decode(line) == ([row], 0)
 
 
-def test_a_part_of_a_last_line_is_left_out_and_a_wrong_line_is_counted() -> None:
+def test_an_unfinished_last_line_is_left_out_and_a_wrong_line_counted() -> None:
     line = encode(LedgerRow(call="a-1", time=utc(time.time())))
     rows, wrong = decode(line + b'{"call": 1}\n' + line + line[:-1])
     assert (len(rows), wrong) == (2, 1)

@@ -62,7 +62,7 @@ class Load:
 
 
 @virtual
-async def test_100_concurrent_requests_through_3_replicas_stay_within_the_limit_and_use_it_up() -> None:
+async def test_concurrent_requests_through_three_replicas_use_up_the_limit_exactly() -> None:
     fleet = Fleet(Quota(tokens_per_minute=LIMIT))
     load = Load(fleet, until=58.0)
     workers = [load.worker(fleet.clients[n % 3], n) for n in range(100)]
@@ -184,7 +184,7 @@ async def test_a_request_that_never_fits_is_a_mistake_of_the_client() -> None:
 
 
 @virtual
-async def test_a_request_needs_room_in_the_quota_of_its_key_and_of_its_tenant() -> None:
+async def test_a_request_needs_room_in_the_quotas_of_its_key_and_tenant() -> None:
     fleet = Fleet(Quota(tokens_per_minute=100))
     client = fleet.clients[0]
     key = "ada", Quota(requests_per_minute=2)
@@ -253,7 +253,7 @@ async def test_a_client_that_leaves_as_its_turn_comes_takes_nothing() -> None:
 
 
 @virtual
-async def test_a_service_that_is_away_is_waited_for_and_then_requests_are_refused() -> None:
+async def test_requests_wait_for_an_absent_service_and_are_then_refused() -> None:
     fleet = Fleet(Quota(tokens_per_minute=100), away_s=2.0)
     client = fleet.clients[0]
     end(await client.reserve(TENANT, 1))
@@ -283,7 +283,7 @@ async def test_a_service_that_comes_back_in_time_is_not_noticed() -> None:
 
 
 @virtual
-async def test_a_service_that_starts_with_its_clients_has_longer_for_the_first_answer() -> None:
+async def test_a_service_that_starts_has_longer_for_its_first_answer() -> None:
     fleet = Fleet(Quota(tokens_per_minute=100), away_s=2.0)
     fleet.answering = False
     early = asyncio.create_task(fleet.clients[0].reserve(TENANT, 40))
@@ -301,7 +301,7 @@ async def test_a_service_that_starts_with_its_clients_has_longer_for_the_first_a
 
 
 @virtual
-async def test_without_the_service_calls_go_on_and_are_charged_later_if_that_is_set() -> None:
+async def test_with_fail_open_calls_go_on_alone_and_are_charged_later() -> None:
     fleet = Fleet(Quota(tokens_per_minute=300, tokens_per_day=10_000), away_s=2.0, when_away="fail_open")
     for client in fleet.clients:
         end(await client.reserve(TENANT, 1), 0)

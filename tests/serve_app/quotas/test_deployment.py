@@ -24,7 +24,7 @@ POSTGRES = "postgresql://user:secret@db/quotas"
         ({"database": POSTGRES}, {"database": "postgresql://other/x"}, "postgresql://db/quotas"),
     ],
 )
-def test_the_state_is_in_a_place_of_its_own_or_with_that_of_the_batches(
+def test_the_state_has_its_own_place_or_that_of_the_batches(
     quotas: dict[str, Any],
     batches: dict[str, Any],
     place: str,

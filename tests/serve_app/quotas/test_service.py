@@ -80,7 +80,7 @@ async def test_reports_that_come_together_are_saved_together() -> None:
     await service.close()
 
 
-async def test_a_failed_save_grants_nothing_and_the_next_one_makes_up_for_it() -> None:
+async def test_a_failed_save_grants_nothing_and_the_next_save_makes_up() -> None:
     state = MemoryState()
     service = service_of(state, beside=inline)
     service.start()
@@ -119,7 +119,7 @@ async def test_the_file_that_held_holds_after_a_restart(tmp_path: Path) -> None:
     assert remaining(service_of(state, settings)) == 70
 
 
-async def test_a_process_that_has_died_is_settled_for_by_what_it_had_not_reported() -> None:
+async def test_a_dead_process_is_charged_for_what_it_had_not_reported() -> None:
     state = MemoryState()
     service = service_of(state, beside=inline)
     service.start()
@@ -201,7 +201,7 @@ def test_an_epoch_that_is_no_number_is_named_with_its_file(tmp_path: Path) -> No
     again.close()
 
 
-async def test_a_failure_while_the_file_is_followed_is_logged_and_the_change_is_read_later(
+async def test_a_failure_of_a_followed_file_is_logged_and_mends_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "quotas.yaml"

@@ -79,7 +79,7 @@ def test_a_change_is_taken_over_and_a_mistake_changes_nothing(
         assert quotas.quotas["b"].tokens_per_day == 300
 
 
-def test_a_process_that_starts_with_a_wrong_file_goes_on_with_what_held(tmp_path: Path) -> None:
+def test_a_process_that_starts_with_a_wrong_file_keeps_the_last_quotas(tmp_path: Path) -> None:
     file = tmp_path / "quotas.yaml"
     file.write_text("b: {tokens_per_day: -1}")
     with pytest.raises(SettingsError, match=r"b\.tokens_per_day"):

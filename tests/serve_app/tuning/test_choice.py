@@ -20,7 +20,7 @@ def step(goals: tuple[Goal, ...] = GOALS, late: int = 0) -> LoadStep:
     return LoadStep.of(LoadLevel("open", 20.0), goals, found, (0.0, 30.0), began_at=-5.0, now=40.0)
 
 
-def test_the_window_holds_what_ran_and_the_queue_what_can_start_in_time() -> None:
+def test_the_window_and_the_queue_follow_from_the_load_that_was_measured() -> None:
     choice = choose(step(), FACTS, GOALS)
     assert choice.rate == 20 * MARGIN
     # 40 in flight at each time.

@@ -249,7 +249,7 @@ def test_streams_on_a_simulated_device_have_the_rate_of_the_model(
 
 
 @pytest.mark.parametrize("name", ["l4-7b", "h100-8b"])
-def test_a_lone_stream_of_the_service_has_the_first_token_of_the_model(name: str) -> None:
+def test_a_lone_stream_of_the_service_has_the_time_of_the_model(name: str) -> None:
     """256 tokens in, 128 out: the benchmark of the service on a simulated device."""
     table = json.loads((RESULTS / f"serve-{name}.json").read_text())["device-1"]
     measured = {row["what"]: row["median"] for row in table["rows"]}["saturate: TTFT p50"]

@@ -52,7 +52,7 @@ def test_a_goal_breaks_where_more_miss_it_than_it_allows() -> None:
     assert found.failed == 15
 
 
-def test_requests_that_are_cut_off_count_where_they_have_missed_a_goal_already() -> None:
+def test_requests_that_are_cut_off_count_if_they_have_missed_a_goal() -> None:
     # At 20.5 those that were sent before 19.5 have waited for more than a second.
     silent = [LoadAnswer(each.sent_at, 11) for each in answers(100)]
     found = step(silent, now=20.5)

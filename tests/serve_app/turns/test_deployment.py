@@ -52,7 +52,7 @@ async def running() -> AsyncGenerator[Group, None]:
         await group.turns.__del__()
 
 
-async def test_each_device_has_a_rota_of_its_own_with_the_settings_of_the_group() -> None:
+async def test_each_device_has_its_own_rota_with_the_settings_of_its_group() -> None:
     async with running() as group:
         assert not (await group.tell("a#1", "starting")).yours
         group.clock.now = OPENING_S

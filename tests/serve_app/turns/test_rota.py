@@ -181,7 +181,7 @@ def test_the_cost_of_a_switch_is_measured(pair: Devices) -> None:
     assert pair.tell("b", "asleep", WORK).wait_s >= 4.25
 
 
-def test_an_engine_that_fell_asleep_for_one_without_work_leaves_the_device_free(pair: Devices) -> None:
+def test_an_engine_that_fell_asleep_for_nobody_leaves_the_device_free(pair: Devices) -> None:
     pair.tell("a", "asleep", WORK)
     assert not pair.tell("b", "awake").yours
     assert not pair.tell("b", "draining").yours
@@ -199,7 +199,7 @@ def test_an_engine_that_fell_asleep_for_one_without_work_leaves_the_device_free(
     assert pair.rota.still_s["a"] == 0.25
 
 
-def test_an_engine_that_fell_asleep_for_one_without_work_gets_the_device_for_work_of_its_own(
+def test_an_engine_that_fell_asleep_for_nobody_wakes_for_own_work(
     pair: Devices,
 ) -> None:
     pair.tell("a", "asleep", WORK)
@@ -214,7 +214,7 @@ def test_an_engine_that_fell_asleep_for_one_without_work_gets_the_device_for_wor
     assert pair.rota.still_s["b"] == 0.75
 
 
-def test_a_wake_up_that_began_before_the_rota_counts_from_its_first_report() -> None:
+def test_a_wake_up_older_than_the_rota_counts_from_its_first_report() -> None:
     devices = Devices(Rota(5.0, 30.0, opens_at=105.0), now=100.0)
     assert devices.tell("a", "waking", WORK).yours
     devices.now = 100.25

@@ -23,7 +23,7 @@ def test_one_without_work_gives_way_at_once() -> None:
     assert next_turn(0.1, None, {"b": Waiting(0.0, 1)}, LIMITS) == "b"
 
 
-def test_a_turn_lasts_for_the_minimum_and_as_long_as_its_switch_is_worth() -> None:
+def test_a_turn_lasts_for_the_minimum_and_is_worth_its_switch() -> None:
     more = {"b": Waiting(0.0, 1_000)}
     assert next_turn(4.9, BUSY, more, LIMITS) is None
     assert next_turn(5.0, BUSY, more, LIMITS) == "b"
