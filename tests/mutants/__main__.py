@@ -44,6 +44,8 @@ SKIPPED = {
 }
 """Files of tests that aren't run."""
 
+MODULES = "modules"
+
 CHUNK = 12
 """Files of tests that are run together to see what they reach."""
 
@@ -259,41 +261,44 @@ def reporting(file: str, text: str) -> str:
     return "".join(lines)
 
 
-def look(copy: Path, files: list[str]) -> dict[str, Any]:
+def look(copy: Path, files: list[str], looks: dict[str, Any]) -> None:
     """Run files of tests in a copy whose functions say that they are reached.
 
-    Returns:
-        `times`: the CPU seconds of each test that passes; `reach`: the tests by function; and of `run`:
-        `failed`, `modules`, `cpu_s`.
+    Args:
+        copy: The copy.
+        files: The files.
+        looks: Gets of each file `times`, the CPU seconds of each test that passes, and `reach`, the tests by
+            function; under `MODULES` what the tests import of libraries.
     """
     reach = HOME / "reach"
     reach.write_text("")
     os.environ["MUTANTS_REACH"] = str(reach)
     found = run(copy, files, [], {})
     del os.environ["MUTANTS_REACH"]
-    times = {test: cpu_s for test, cpu_s in found["ended"].items() if test not in found["failed"]}
-    by_file: dict[str, set[str]] = defaultdict(set)
-    for test in times:
-        by_file[test.partition("::")[0]].add(test)
-    by_function: dict[str, set[str]] = defaultdict(set)
+    looks[MODULES] = list(dict.fromkeys([*looks.get(MODULES, ()), *found["modules"]]))
+    for file in files:
+        looks[file] = {"times": {}, "reach": defaultdict(list)}
+    for test, cpu_s in found["ended"].items():
+        if test not in found["failed"]:
+            looks[test.partition("::")[0]]["times"][test] = cpu_s
     for line in reach.read_text().splitlines():
         place, own, current = line.split("\t")
         test, _, phase = current.rpartition(" ")
-        # What a fixture or another process does may serve all tests of the file.
-        one = own == "1" and phase == "(call)"
-        by_function[place] |= {test} & times.keys() if one else by_file[test.partition("::")[0]]
-    told = {name: found[name] for name in ("failed", "modules", "cpu_s")}
-    return told | {"times": times, "reach": {place: sorted(tests) for place, tests in by_function.items()}}
+        if seen := looks.get(test.partition("::")[0]):
+            # What a fixture or another process does may serve all tests of the file.
+            one = own == "1" and phase == "(call)"
+            seen["reach"][place] += [test] if one else seen["times"]
+    print(
+        f"{found['cpu_s']:5.0f} s  {len(files)} files from {files[0]}; fail so: {found['failed']}", flush=True
+    )
 
 
-def chunks(copy: Path, rooms: set[str]) -> Iterator[list[str]]:
-    """Yield the files of the tests of some rooms, some of a folder at a time."""
+def files_of(copy: Path, rooms: set[str]) -> Iterator[str]:
+    """Yield the files of the tests of some rooms."""
     tops = [copy / folder for room in rooms for folder in TESTS[room]]
     for folder in sorted({path.parent for top in tops for path in top.rglob("test_*.py")}):
         files = [str(path.relative_to(copy)) for path in sorted(folder.glob("test_*.py"))]
-        files = [file for file in files if file not in SKIPPED]
-        for start in range(0, len(files), CHUNK):
-            yield files[start : start + CHUNK]
+        yield from (file for file in files if file not in SKIPPED)
 
 
 def chosen(fault: Fault, looks: dict[str, Any]) -> tuple[list[str], dict[str, float]]:
@@ -302,8 +307,9 @@ def chosen(fault: Fault, looks: dict[str, Any]) -> tuple[list[str], dict[str, fl
     The cheapest tests are chosen, as many as fit. Files with the name of the fault's module come first.
     """
     times: dict[str, float] = {}
-    for seen in looks.values():
-        times |= {test: seen["times"][test] for test in seen["reach"].get(fault.place, ())}
+    for seen in (looks[file] for file in looks if file != MODULES):
+        reaching = set(seen["reach"].get(fault.place, ()))
+        times |= {test: cpu_s for test, cpu_s in seen["times"].items() if test in reaching}
     found: list[str] = []
     own = {test for test in times if test.startswith(TESTS[fault.room])}
     for some, most_s in ((own, OWN_S), (times.keys() - own, OTHERS_S)):
@@ -362,11 +368,16 @@ def commit_of(name: str) -> str:
     return subprocess.check_output(["git", "rev-parse", "--short=9", name], text=True).strip()
 
 
-def results_of(commit: str) -> dict[str, Any]:
-    """Return what is known of a commit."""
-    path = HOME / f"{commit}.json"
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"looks": {}, "outcomes": {}}
+def load(name: str) -> dict[str, Any]:
+    """Return what an earlier run has kept under a name."""
+    path = HOME / f"{name}.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     return found
+
+
+def keep(name: str, what: dict[str, Any]) -> None:
+    """Keep something for a later run."""
+    (HOME / f"{name}.json").write_text(json.dumps(what, indent=1))
 
 
 def copy_of(commit: str, told: bool = False) -> Path:
@@ -402,44 +413,37 @@ def main() -> None:
         parser.error(f"--rooms: {', '.join(sorted(unknown))}: the rooms are {', '.join(ROOMS)}")
     HOME.mkdir(exist_ok=True)
     commit = commit_of(arguments.commit)
-    before = results_of(commit_of(arguments.against))["outcomes"] if arguments.against else {}
-    results, state = HOME / f"{commit}.json", results_of(commit)
-    listed = faults.read(LIST)
-    copy, told = copy_of(commit), copy_of(commit, told=True)
+    before = load(commit_of(arguments.against)) if arguments.against else {}
+    looks, outcomes = load(f"{commit}-reach"), load(commit)
+    copy = copy_of(commit)
     # Orphans of tests become children of this process, which ends them.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    for name in {name: None for seen in state["looks"].values() for name in seen["modules"]}:
+    for name in looks.get(MODULES, ()):
         with suppress(Exception):
             importlib.import_module(name)
     gc.collect()
     gc.freeze()
-    for files in chunks(copy, rooms):
-        if files[0] not in state["looks"] and time.monotonic() < ends:
-            state["looks"][files[0]] = found = look(told, files)
-            results.write_text(json.dumps(state, indent=1))
-            print(
-                f"{found['cpu_s']:5.0f} s  {files[0]} … fail without a fault: {found['failed']}", flush=True
-            )
-    outcomes, avoid = state["outcomes"], {fault.place for fault in listed}
+    while new := [file for file in files_of(copy, rooms) if file not in looks]:
+        if time.monotonic() > ends:
+            break
+        look(copy_of(commit, told=True), new[:CHUNK], looks)
+        keep(f"{commit}-reach", looks)
+    listed = faults.read(LIST)
+    avoid = {fault.place for fault in listed}
     for fault in listed:
         known = outcomes.get(str(fault), {"outcome": "unknown"})
         # What has survived gets another chance once more tests are known.
-        done = known["outcome"] in CAUGHT or known.get("looks") == len(state["looks"])
-        if fault.room in rooms and not done:
-            if time.monotonic() > ends:
-                print("The time is over; the next run goes on from here.")
-                return
-            there = faults.find(fault, copy)
-            if put := there or faults.at_random(fault.room, copy, str(fault), avoid):
-                outcome = judge(copy, put, state["looks"]) | {
-                    "room": fault.room,
-                    "looks": len(state["looks"]),
-                }
-                outcomes[str(fault)] = outcome if there else outcome | {"instead": str(put)}
-                results.write_text(json.dumps(state, indent=1))
-                print(
-                    f"{outcome['cpu_s']:5.0f} s  {outcome['outcome']}: {put}  [{outcome['by']}]", flush=True
-                )
+        if fault.room not in rooms or known["outcome"] in CAUGHT or known.get("looks") == len(looks):
+            continue
+        if time.monotonic() > ends:
+            print("The time is over; the next run goes on from here.")
+            return
+        there = faults.find(fault, copy)
+        if put := there or faults.at_random(fault.room, copy, str(fault), avoid):
+            outcome = judge(copy, put, looks) | {"room": fault.room, "looks": len(looks)}
+            outcomes[str(fault)] = outcome if there else outcome | {"instead": str(put)}
+            keep(commit, outcomes)
+            print(f"{outcome['cpu_s']:5.0f} s  {outcome['outcome']}: {put}  [{outcome['by']}]", flush=True)
     here = {name: each for name, each in outcomes.items() if each["room"] in rooms}
     print(table(here))
     for name, each in here.items():
