@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 
 from serve_app.api.errors import RequestError
 from serve_app.api.facts import Facts
-from serve_app.ledger.calls import Call, CallBook, Origin
+from serve_app.ledger.calls import Call, CallBook
 from serve_app.ledger.rows import LedgerRow
 from serve_app.ledger.writer import Ledger, Writer, new_book
 from serve_app.quotas.client import Handle, QuotaClient, RemoteStore
 from serve_app.quotas.counters import Charge, key_subject, tenant_subject
+from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage
 from serve_app.settings.usage import Quota, UsageSettings
 
@@ -68,9 +69,9 @@ class Accounts:
         """The ledger; None: there is none."""
         return None if self._writer is None else self._writer.ledger
 
-    def open(self, origin: Origin, usage: RequestUsage) -> Call:
+    def open(self, request: RelayRequest, usage: RequestUsage) -> Call:
         """Return a new call, which has to be closed."""
-        return self.book.open(origin, usage)
+        return self.book.open(request, usage)
 
     def limits(self, call: Call, quota: Quota | None) -> bool:
         """Return whether a call may have a quota: then `reserve` comes before it runs.
@@ -79,7 +80,7 @@ class Accounts:
             call: The call.
             quota: The quota of its key, if it has one.
         """
-        return self._client is not None and self._client.limits(call.origin.tenant, quota)
+        return self._client is not None and self._client.limits(call.request.scheduling.tenant, quota)
 
     async def reserve(self, call: Call, quota: Quota | None, facts: Facts, context: int | None) -> None:
         """Reserve the most that a call can use. Its end settles it.
@@ -95,9 +96,11 @@ class Accounts:
         """
         if self._client is None:
             return
-        origin = call.origin
+        request = call.request
         try:
-            found = await self._client.reserve(origin.tenant, facts.most(context), origin.key, quota)
+            found = await self._client.reserve(
+                request.scheduling.tenant, facts.most(context), request.key, quota
+            )
         except RequestError as error:
             call.over_quota = error.status == FULL
             raise
@@ -115,9 +118,11 @@ class Accounts:
         Raises:
             RequestError: See `QuotaClient.reserve`.
         """
-        origin = call.origin
+        request = call.request
         if self._client is not None and call.reservations:
-            found = await self._client.reserve(origin.tenant, tokens, origin.key, quota, more=True)
+            found = await self._client.reserve(
+                request.scheduling.tenant, tokens, request.key, quota, more=True
+            )
             if found is not None:
                 call.reservations.append(found)
 
@@ -125,7 +130,7 @@ class Accounts:
         """Return the rate limit headers of the answer to a call that `reserve` was asked for."""
         if self._client is None:
             return []
-        headers = self._client.headers(call.origin.tenant, call.origin.key, quota)
+        headers = self._client.headers(call.request.scheduling.tenant, call.request.key, quota)
         return [*headers, BY_QUOTA] if call.over_quota else headers
 
     def flush(self) -> None:

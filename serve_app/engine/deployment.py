@@ -31,7 +31,7 @@ from serve_app.engine.replica import (
 )
 from serve_app.engine.turns import DeviceLock, EngineTurns, Place, asking
 from serve_app.engine.watchdog import EngineWatch, LoopWatch
-from serve_app.ledger.calls import Call, origin_of
+from serve_app.ledger.calls import Call
 from serve_app.ledger.metrics import UsageMetrics
 from serve_app.quotas.client import Handle
 from serve_app.relay.frame import LOST, pack_error, with_headers
@@ -375,7 +375,7 @@ class Engine:
         """Account for a job, and end what is left of it; yield its call."""
         tokens = job.facts.tokens
         self._held += tokens
-        call = job.call = self._accounts.open(origin_of(job.request), job.usage)
+        call = job.call = self._accounts.open(job.request, job.usage)
         failure: BaseException | None = None
         try:
             yield call

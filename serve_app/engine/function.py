@@ -15,6 +15,7 @@ from serve_app.api.embeddings import embedding_response, parse_embedding
 from serve_app.api.errors import RequestError
 from serve_app.api.facts import NOTHING
 from serve_app.api.protocol import JSON, ProcessRequest, parse_process
+from serve_app.api.routes import PROCESS
 from serve_app.api.scheduling import Scheduling
 from serve_app.engine.accounts import Accounts
 from serve_app.engine.batch_call import BatchCall, run_records
@@ -27,7 +28,7 @@ from serve_app.engine.replica import (
     usage_stats,
 )
 from serve_app.engine.watchdog import LoopWatch
-from serve_app.ledger.calls import Call, Origin, origin_of
+from serve_app.ledger.calls import Call
 from serve_app.ledger.metrics import UsageMetrics
 from serve_app.quotas.client import Handle
 from serve_app.relay.frame import pack_error, with_headers
@@ -105,9 +106,9 @@ class FunctionEngine:
         if not isinstance(request, ProcessRequest):
             request = parse_process(request, max_records=self._max_records)
         scheduling = request.scheduling()
-        origin = Origin("", scheduling.tenant, scheduling.priority, "process", "handle")
+        relayed = RelayRequest("POST", PROCESS, b"", [], b"", scheduling, source="handle")
         usage = RequestUsage()
-        with self._accounts.open(origin, usage) as call:
+        with self._accounts.open(relayed, usage) as call:
             await self._reserve(call)
             return await self._process(request, scheduling, usage)
 
@@ -118,7 +119,7 @@ class FunctionEngine:
             body = self._answer_embeddings(request, usage)
         else:
             body = self._answer_process(request, usage)
-        with self._accounts.open(origin_of(request), usage) as call:
+        with self._accounts.open(request, usage) as call:
             try:
                 await self._reserve(call, request.quota)
             except RequestError as error:

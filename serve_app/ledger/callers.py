@@ -2,7 +2,6 @@
 
 import asyncio
 
-from serve_app.ledger.calls import origin_of
 from serve_app.ledger.writer import Writer, new_book
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage
@@ -38,7 +37,7 @@ class LostCalls:
         """
         if self._writer is not None:
             usage = RequestUsage(ran=True)
-            self._book.open(origin_of(request)._replace(model=model), usage).close("lost")
+            self._book.open(request, usage, model).close("lost")
 
     async def stop(self) -> None:
         """Write the last rows."""

@@ -6,10 +6,12 @@ The end of a call is one event with one count, which settles the reservation and
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple, Protocol, Self
 
+from serve_app.api.headers import request_id
 from serve_app.api.scheduling import tier
-from serve_app.ledger.rows import LedgerRow, Source, utc
+from serve_app.ledger.rows import LedgerRow, utc
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import Outcome, RequestUsage, worst
 
@@ -20,56 +22,6 @@ MAX_TENANTS = 1_000
 """Most tenants with their own sums; later tenants share one."""
 
 OTHER = "other"
-
-
-class Origin(NamedTuple):
-    """Origin of a call.
-
-    Attributes:
-        key: Name of the API key.
-        tenant: The tenant.
-        priority: Priority of its tier.
-        endpoint: The route, or the method of the handle.
-        source: Origin.
-        headers: Headers, with the request's id.
-        resumed: It continues a stream that broke in another Engine.
-        adapter: Id of the adapter; empty: no adapter.
-        model: Id of the model; empty: the model of the book.
-    """
-
-    key: str = ""
-    tenant: str = ""
-    priority: int = 0
-    endpoint: str = ""
-    source: Source = "http"
-    headers: list[tuple[bytes, bytes]] = []  # noqa: RUF012
-    resumed: bool = False
-    adapter: str = ""
-    model: str = ""
-
-    @property
-    def request_id(self) -> str:
-        """Id of the request; empty: it has no id."""
-        for name, value in self.headers:
-            if name == b"x-request-id":
-                return value[:128].decode("latin-1")
-        return ""
-
-
-def origin_of(request: RelayRequest) -> Origin:
-    """Return the origin of a request."""
-    scheduling = request.scheduling
-    return Origin(
-        request.key,
-        scheduling.tenant,
-        scheduling.priority,
-        # A handle call has the name of its method.
-        request.path.lstrip("/") if request.source == "handle" else request.path,
-        request.source,
-        request.headers,
-        request.resumes,
-        request.adapter,
-    )
 
 
 class Sums(NamedTuple):
@@ -112,10 +64,11 @@ class Settleable(Protocol):
 
 
 class Call:
-    """One call of an Engine: its origin, and the usage of its slots.
+    """One call of an Engine: its request, and the usage of its slots.
 
     Attributes:
-        origin: Origin.
+        request: The request.
+        model: Id of its model.
         usage: Its usage, which the row reads.
         reservations: Its reservations; none if the call has no quota.
         admitted: Whether it counts as a request even if it runs nothing.
@@ -128,18 +81,22 @@ class Call:
     __slots__ = (
         "_book",
         "admitted",
+        "model",
         "number",
-        "origin",
         "outcome",
         "over_quota",
+        "request",
         "reservations",
         "time",
         "usage",
     )
 
-    def __init__(self, book: "CallBook", origin: Origin, usage: RequestUsage, number: int) -> None:
+    def __init__(
+        self, book: "CallBook", request: RelayRequest, usage: RequestUsage, number: int, model: str
+    ) -> None:
         self._book = book
-        self.origin = origin
+        self.request = request
+        self.model = model
         self.usage = usage
         self.reservations: list[Settleable] = []
         self.admitted = self.over_quota = False
@@ -164,18 +121,19 @@ class Call:
 
     def row(self) -> LedgerRow:
         """Return the ended call as a row. Any thread may call this method."""
-        book, origin, usage = self._book, self.origin, self.usage
-        tokens = usage.counted
+        book, request, usage = self._book, self.request, self.usage
+        scheduling, tokens = request.scheduling, usage.counted
         return LedgerRow(
             call=f"{book.name}-{self.number}",
             time=utc(self.time),
-            key=origin.key,
-            tenant=origin.tenant,
-            model=origin.model or book.model,
-            adapter=origin.adapter,
-            tier=tier(origin.priority),
-            endpoint=origin.endpoint,
-            source=origin.source,
+            key=request.key,
+            tenant=scheduling.tenant,
+            model=self.model,
+            adapter=request.adapter,
+            tier=tier(scheduling.priority),
+            # A handle call has the name of its method.
+            endpoint=request.path.lstrip("/") if request.source == "handle" else request.path,
+            source=request.source,
             prompt_tokens=tokens.prompt,
             cached_tokens=tokens.cached,
             output_tokens=tokens.output,
@@ -183,8 +141,8 @@ class Call:
             wait_s=round(usage.wait_s, 6),
             engine_s=round(usage.run_s(), 6),
             outcome=self.outcome,
-            resumed=origin.resumed,
-            request_id=origin.request_id,
+            resumed=request.resumes,
+            request_id=request_id(request.headers),
             replica=book.replica,
         )
 
@@ -217,15 +175,17 @@ class CallBook:
         self._ended: deque[Call] | None = None
         self._sums: dict[str, Sums] = {}
 
-    def open(self, origin: Origin, usage: RequestUsage) -> Call:
+    def open(self, request: RelayRequest, usage: RequestUsage, model: str = "") -> Call:
         """Return a new call, which must be closed. It has a row once the engine runs a part of the call.
 
         Args:
-            origin: Origin.
+            request: Its request.
             usage: Its usage.
+            model: Its model; empty: the model of the book.
         """
         self._numbers += 1
-        call = self._running[self._numbers] = Call(self, origin, usage, self._numbers)
+        call = Call(self, request, usage, self._numbers, model or self.model)
+        self._running[self._numbers] = call
         return call
 
     def finish(self, call: Call) -> None:
@@ -240,12 +200,14 @@ class CallBook:
             reservation.settle(used, request=usage.ran or call.admitted)
             tokens -= used
         if usage.ran:
-            name = call.origin.tenant
+            name = call.request.scheduling.tenant
             if name not in self._sums and len(self._sums) >= MAX_TENANTS:
                 name = OTHER
             sums = self._sums.get(name, Sums())
             self._sums[name] = sums.plus(Sums(1, *usage.counted, usage.cost))
             if self._ended is not None and len(self._ended) < MAX_ENDED:
+                # The row needs no body, and many calls may wait for the writer.
+                call.request = replace(call.request, body=b"", token_ids=b"")
                 self._ended.append(call)
                 reservations = []
             else:
@@ -273,7 +235,7 @@ class CallBook:
         for call in list(self._running.values()):
             if not call.usage.ran:
                 continue
-            name = call.origin.tenant
+            name = call.request.scheduling.tenant
             if name not in sums and len(sums) >= MAX_TENANTS:
                 name = OTHER
             sums[name] = sums.get(name, Sums()).plus(Sums(0, *call.usage.total(), call.usage.cost))

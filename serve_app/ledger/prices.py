@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import NamedTuple
 
-from serve_app.ledger.rows import Source
+from serve_app.relay.request import Source
 from serve_app.relay.usage import Outcome
 from serve_app.settings.usage import PriceSettings, UsageSettings
 

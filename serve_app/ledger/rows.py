@@ -1,14 +1,11 @@
 """Rows of the ledger: a row for each call, without content."""
 
 from datetime import UTC, datetime
-from typing import Literal
 
 import msgspec
 
+from serve_app.relay.request import Source
 from serve_app.relay.usage import Outcome
-
-Source = Literal["http", "handle", "batch", "warm_up"]
-"""Origin of a call. `warm_up`: the replica's own calls to warm up and test its engine."""
 
 
 class LedgerRow(msgspec.Struct, kw_only=True, frozen=True):

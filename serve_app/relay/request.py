@@ -8,6 +8,9 @@ from serve_app.api.facts import UNKNOWN, Facts, PickledByName
 from serve_app.api.scheduling import DEFAULT_SCHEDULING, Scheduling
 from serve_app.settings.usage import Quota
 
+Source = Literal["http", "handle", "batch", "warm_up"]
+"""Origin of a request: a client, a call of the handle, a row of a batch, or the warm-up of the replica."""
+
 
 @dataclass(slots=True, frozen=True)
 class RelayRequest(PickledByName):
@@ -28,7 +31,7 @@ class RelayRequest(PickledByName):
         adapter: Id of the adapter that it names; empty: none.
         key: Name of its API key; empty: there is none, or it isn't known.
         quota: The quota of that key; None: it has none.
-        source: Origin: a client, a row of a batch, or a call of the handle.
+        source: Where it comes from.
         upload: Id under which the body comes in pieces, by calls of their own; empty: it is in `body`.
     """
 
@@ -46,7 +49,7 @@ class RelayRequest(PickledByName):
     adapter: str = ""
     key: str = ""
     quota: Quota | None = None
-    source: Literal["http", "batch", "handle"] = "http"
+    source: Source = "http"
     upload: str = ""
 
     @property

@@ -3,7 +3,7 @@
 A `RequestUsage` is made when a request comes, and goes with it to its end:
 
     usage = RequestUsage()
-    call = book.open(origin, usage)  # the row of the ledger
+    call = book.open(request, usage)  # the row of the ledger
     async with batcher.slot(...) as slot:
         own = usage.begin(slot)
         own.prompt_tokens = len(prompt)

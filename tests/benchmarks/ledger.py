@@ -8,10 +8,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from serve_app.ledger.calls import CallBook, Origin
+from serve_app.ledger.calls import CallBook
 from serve_app.ledger.writer import Ledger
 from serve_app.relay.usage import RequestUsage, Tokens
 from tests.benchmarks import command
+from tests.serve_app.ledger.crashing import request_of
 
 CALLS = 2_000
 ROUNDS = 20
@@ -37,7 +38,7 @@ class Sequence:
 def run(book: CallBook, number: int) -> None:
     """Make and end a call."""
     headers = [(b"content-type", b"application/json"), (b"x-request-id", b"%032d" % number)]
-    call = book.open(Origin("ada", "acme", 0, "/v1/chat/completions", "http", headers), RequestUsage())
+    call = book.open(request_of(key="ada", headers=headers), RequestUsage())
     slot = call.usage.begin()
     slot.count(Sequence())
     slot.end()

@@ -11,11 +11,10 @@ import time
 
 from serve_app.api.facts import Facts
 from serve_app.engine.accounts import Accounts
-from serve_app.ledger.calls import Origin
 from serve_app.relay.usage import RequestUsage, Tokens
 from serve_app.settings.usage import Quota, QuotasSettings, UsageSettings
 from tests.benchmarks import command
-from tests.serve_app.ledger.crashing import FakeSequence
+from tests.serve_app.ledger.crashing import FakeSequence, request_of
 from tests.serve_app.quotas.fleet import QuotasHandle
 
 ROUNDS, CALLS = 21, 1_000
@@ -29,9 +28,9 @@ RATE_S = 0.001
 async def call(accounts: Accounts, tenant: str) -> float:
     """Make a call from its door to its end; return the seconds of CPU that it took."""
     began = time.perf_counter()
-    origin = Origin("ada", tenant, 0, "/v1/chat/completions")
+    request = request_of(tenant, key="ada")
     usage = RequestUsage()
-    with accounts.open(origin, usage) as made:
+    with accounts.open(request, usage) as made:
         if accounts.limits(made, None):
             await accounts.reserve(made, None, FACTS, 4096)
             accounts.headers(made, None)

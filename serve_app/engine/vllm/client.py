@@ -4,7 +4,6 @@ The imports are those of vLLM 0.32.
 """
 
 import hashlib
-import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from http import HTTPStatus
@@ -24,8 +23,6 @@ from serve_app.api.errors import RequestError
 from serve_app.engine.door import Door
 from serve_app.engine.grammars import Grammar
 from serve_app.engine.job import Job, current
-from serve_app.engine.stream_interval import StreamIntervals
-from serve_app.engine.vllm.held_tokens import may_be_held
 from serve_app.engine.vllm.resume import go_on, resume_mode
 from serve_app.engine.vllm.sampler_bounds import bound_seed, oversize
 from serve_app.engine.vllm.scheduler import GOALS
@@ -73,7 +70,6 @@ class GatedLLM(CountedLLM):
     Attributes:
         adapters: The LoRA adapters.
         door: Gives the slots. A task without a job passes it: the engine's own warm-up.
-        intervals: Decides the tokens in a piece of a stream that the scheduler doesn't hold.
         by_priority: vLLM schedules by priority too.
         goals: Latency goals of live traffic; None: there are none.
         transfer_keys: Names of the API keys whose requests may move KV caches between engines.
@@ -83,7 +79,6 @@ class GatedLLM(CountedLLM):
 
     adapters: "Adapters"
     door: Door
-    intervals: StreamIntervals
     by_priority: bool
     goals: GoalSettings | None = None
     transfer_keys: tuple[str, ...] = ()
@@ -165,7 +160,6 @@ class GatedLLM(CountedLLM):
         """
         # The end tells the prompts of a request apart: vLLM appends the index of the prompt.
         request_id = request_id[-MAX_ID:]
-        length = prompt_length(prompt, self.model_config.max_model_len)
         if self.by_priority:
             # Not the priority in the body: the Ingress has decided what its client may ask for.
             options["priority"] = 0 if slot.promoted else job.scheduling.priority
@@ -182,41 +176,28 @@ class GatedLLM(CountedLLM):
         else:
             results = super().generate(prompt, params, request_id, **options)
         streams = params.output_kind is RequestOutputKind.DELTA
-        if streams:
-            interval = self.intervals.begin()
-            scheduler = self.vllm_config.scheduler_config
-            if not may_be_held(params) and params.stream_interval is None and scheduler.stream_interval == 1:
-                # vLLM reads it when the generator begins.
-                params.stream_interval = interval
         stream = job.stream if streams else None
         if stream is not None:
             stream.resume = resume_mode(prompt, params)
             if stream.resume != "tokens":
                 stream = None
-        tokens = first = 0
-        first_at = now = time.monotonic()
-        try:
-            with CountedPrompt(job.usage, slot, length) as counted:
-                async with aclosing(results):
-                    async for result in results:
-                        counted.last = result
-                        before = tokens
-                        if streams:
-                            now = time.monotonic()
-                            for output in result.outputs:
-                                tokens += len(output.token_ids)
-                                if stream is not None:
-                                    stream.add(output.token_ids)
-                            if not before:
-                                slot.first_token()
-                                first, first_at = tokens, time.monotonic()
-                        else:
-                            tokens = sum(len(each.token_ids) for each in result.outputs)
-                        slot.report(tokens)
-                        yield result
-        finally:
-            if streams:
-                self.intervals.end((tokens - first) // params.n, now - first_at)
+        tokens = 0
+        with CountedPrompt(job.usage, slot) as counted:
+            async with aclosing(results):
+                async for result in results:
+                    counted.last = result
+                    before = tokens
+                    if streams:
+                        for output in result.outputs:
+                            tokens += len(output.token_ids)
+                            if stream is not None:
+                                stream.add(output.token_ids)
+                        if not before:
+                            slot.first_token()
+                    else:
+                        tokens = sum(len(each.token_ids) for each in result.outputs)
+                    slot.report(tokens)
+                    yield result
 
     async def beam_search(
         self,
@@ -252,7 +233,7 @@ class GatedLLM(CountedLLM):
                 self._check_adapter(options.get("lora_request"))
                 job.searching = True
                 results = search(prompt=prompt, params=params, **options)
-                with CountedPrompt(job.usage, slot, length) as counted:
+                with CountedPrompt(job.usage, slot) as counted:
                     async with aclosing(results):
                         async for output in results:
                             counted.last = output
@@ -277,7 +258,7 @@ class GatedLLM(CountedLLM):
             async with self.door.place(job, self.blocks(length), 0, 1) as slot:
                 self._check_adapter(options.get("lora_request"))
                 results = super().encode(prompt, pooling_params, request_id, **options)
-                with CountedPrompt(job.usage, slot, length) as counted:
+                with CountedPrompt(job.usage, slot) as counted:
                     async with aclosing(results):
                         async for result in results:
                             # The result is the first token, for the statistics.

@@ -21,7 +21,6 @@ from serve_app.api.protocol import JSON
 from serve_app.engine.adapters import AdapterFiles
 from serve_app.engine.door import Door, EngineLanes
 from serve_app.engine.grammars import GrammarCheck
-from serve_app.engine.stream_interval import StreamIntervals
 from serve_app.engine.vllm.application import build_application, describe_application
 from serve_app.engine.vllm.client import GatedLLM
 from serve_app.engine.vllm.generate import GenerateCalls
@@ -122,7 +121,6 @@ class VLLMEngine:
         )
         self._started = False
         self._book = book
-        self.llm.intervals = StreamIntervals()
         self.llm.salts = salts
         self.llm.by_priority = self._args.scheduling_policy == "priority"
         self.llm.transfer_keys = settings.transfer_keys

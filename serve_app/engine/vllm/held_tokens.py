@@ -6,7 +6,15 @@ The imports are those of vLLM 0.32.
 import time
 from typing import Any
 
-from serve_app.engine.stream_interval import interval_s
+LONGEST_S = 0.1
+"""Most seconds that a token of a stream waits for the ones after it, however many streams there are."""
+
+PIECES_PER_S = 1_000.0
+"""Pieces per second that a replica sends of all its streams together, but for `LONGEST_S`.
+
+A piece costs the same whether it has one token or eight: its JSON, its message between two processes, its
+write to a socket. So the pieces of many streams have more tokens.
+"""
 
 STATS_S = 0.01
 """Seconds between two messages that hold statistics alone, at least. A longer step has one of its own."""
@@ -72,7 +80,7 @@ class HeldTokens:
         if stats is not None:
             stats.step_counter = self._steps
         self._steps, self._stats_due = 0, now + STATS_S
-        self._piece_s = interval_s(sum(map(_is_stream, self.running)))
+        self._piece_s = min(sum(map(_is_stream, self.running)) / PIECES_PER_S, LONGEST_S)
         return stats
 
     def _may_be_held(self, request: Any) -> bool:

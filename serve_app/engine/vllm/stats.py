@@ -21,8 +21,10 @@ from vllm.v1.metrics.ray_wrappers import RayGaugeWrapper, RayPrometheusStatLogge
 from vllm.v1.metrics.stats import IterationStats, PrefixCacheStats, PromptTokenStats, SchedulerStats
 
 from batcher import Slot
+from serve_app.api.scheduling import Scheduling
 from serve_app.engine.vllm.scheduler import take_figures
-from serve_app.ledger.calls import CallBook, Origin
+from serve_app.ledger.calls import CallBook
+from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import Outcome, RequestUsage, Tokens, Usage
 from serve_app.stats import SchedulerFigures, StepSeconds
 from serve_app.telemetry.catalogue import Metric
@@ -97,6 +99,9 @@ class _Ignored:
         pass
 
 
+OWN = RelayRequest("", "", b"", [], b"", Scheduling(tenant=""), source="warm_up")
+"""The request of work that no client has asked for."""
+
 slot_usage: ContextVar[Usage | None] = ContextVar("slot_usage", default=None)
 """The slot in which the requests of a task to vLLM are counted, and those of tasks that it starts."""
 
@@ -109,7 +114,7 @@ def own_work(book: CallBook) -> Iterator[None]:
         book: Gets the work.
     """
     usage = RequestUsage()
-    with book.open(Origin(source="warm_up"), usage):
+    with book.open(OWN, usage):
         slot = usage.begin()
         token = slot_usage.set(slot)
         try:
@@ -197,7 +202,6 @@ class CountedPrompt:
     Args:
         usage: The usage of its request.
         slot: Its slot, which has started.
-        length: Tokens of the prompt.
 
     Attributes:
         last: The last output of vLLM.
@@ -205,9 +209,9 @@ class CountedPrompt:
 
     __slots__ = ("_began_at", "_own", "last")
 
-    def __init__(self, usage: RequestUsage, slot: Slot, length: int) -> None:
+    def __init__(self, usage: RequestUsage, slot: Slot) -> None:
         self._began_at = usage.now()
-        self._own = usage.begin(slot, length)
+        self._own = usage.begin(slot)
         # The engine has the tokens of an answer that comes as a whole long before its end.
         slot.follow(self._own.produced)
         self.last: Any = None

@@ -5,11 +5,9 @@ import json
 import pytest
 
 from serve_app.api.errors import RequestError
-from serve_app.api.scheduling import Scheduling
 from serve_app.engine.replica import answer, replica_tag, routing_stats, usage_stats
-from serve_app.ledger.calls import CallBook, Origin, origin_of
+from serve_app.ledger.calls import CallBook
 from serve_app.relay.frame import Head, Piece, unpack
-from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage, Tokens
 from tests.serve_app.engine.engine_doubles import REQUEST
 from tests.serve_app.ledger.crashing import ran
@@ -71,15 +69,6 @@ def test_the_usage_has_the_largest_tenants_and_the_sum_of_the_others() -> None:
     # Of the replica itself.
     assert stats["own"]["output"] == 7
     assert usage_stats(CallBook("demo"), 20)["tenants"] == {}
-
-
-def test_the_origin_of_a_call_is_that_of_its_request() -> None:
-    headers = [(b"x-request-id", b"r-1")]
-    request = RelayRequest(
-        "POST", "/generate", b"", headers, b"", Scheduling(-1, "acme"), key="ada", source="batch"
-    )
-    assert origin_of(request) == Origin("ada", "acme", -1, "/generate", "batch", headers)
-    assert origin_of(request).request_id == "r-1"
 
 
 def test_outside_of_ray_serve_a_replica_has_no_name() -> None:

@@ -21,7 +21,6 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from serve_app.engine.openai import OpenAI
-from serve_app.engine.stream_interval import StreamIntervals
 from serve_app.engine.vllm.stats import slot_usage
 from serve_app.relay.frame import KEEP_ALIVE, unpack
 from serve_app.relay.usage import Tokens
@@ -113,7 +112,6 @@ async def service(
 ) -> AsyncIterator[Service]:
     application = Application(DEMO_MODEL, ("generate",), runner="generate")
     llm: Any = application.llm
-    llm.intervals = StreamIntervals()
     llm.input_processor = SimpleNamespace(vllm_config=llm.vllm_config, tokenizer=None)
     llm.output_processor = SimpleNamespace(external_req_ids={}, request_states={})
     monkeypatch.setattr(AsyncLLM, "errored", property(lambda _: False))

@@ -17,7 +17,6 @@ from vllm.v1.metrics.stats import IterationStats, PrefillStats
 
 from batcher import ContinuousBatcher
 from serve_app.engine.job import Job, set_current
-from serve_app.engine.stream_interval import StreamIntervals
 from serve_app.engine.vllm.client import GatedLLM
 from serve_app.engine.vllm.stats import UnreportedStats, slot_usage
 from serve_app.relay.usage import Tokens
@@ -157,7 +156,6 @@ def gated(script: Any, site: Site | None = None, *, by_priority: bool = False) -
     if site is not None:
         script.batcher = site.batcher
         llm.door, llm.adapters = site.door, site.adapters
-    llm.intervals = StreamIntervals()
     llm.by_priority = by_priority
     llm.model_config = SimpleNamespace(
         max_model_len=CONTEXT,
@@ -168,7 +166,6 @@ def gated(script: Any, site: Site | None = None, *, by_priority: bool = False) -
     )
     llm.vllm_config = SimpleNamespace(
         cache_config=SimpleNamespace(block_size=BLOCK, num_gpu_blocks=9),
-        scheduler_config=SimpleNamespace(stream_interval=1),
         use_v2_model_runner=False,
     )
     llm.input_processor = SimpleNamespace(

@@ -3,11 +3,14 @@
 import fnmatch
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
-from serve_app.ledger.calls import Call, CallBook, Origin, Sums
+from serve_app.api.scheduling import Scheduling
+from serve_app.ledger.calls import Call, CallBook, Sums
+from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage, Tokens, Usage
 from tests.fakes.clock import Clock
 from tests.fakes.disk import KilledError
@@ -139,8 +142,13 @@ def call_of(
 ) -> Call:
     """Return a call that has not begun."""
     headers = [(b"x-request-id", request_id.encode())] if request_id else []
-    origin = Origin("ada", tenant, 0, "/v1/completions", "http", headers)
-    return book.open(origin, RequestUsage(now=now))
+    return book.open(request_of(tenant, key="ada", headers=headers), RequestUsage(now=now))
+
+
+def request_of(tenant: str = "acme", **fields: Any) -> RelayRequest:
+    """Return a request of a tenant."""
+    made = RelayRequest("POST", "/v1/completions", b"", [], b"", Scheduling(tenant=tenant))
+    return replace(made, **fields)
 
 
 def total(book: CallBook) -> Sums:

@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.ledger import calls
-from serve_app.ledger.calls import OTHER, Call, CallBook, Origin, Sums
+from serve_app.ledger.calls import OTHER, Call, CallBook, Sums
+from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import Outcome, RequestUsage, Tokens, Usage
-from tests.serve_app.ledger.crashing import FakeSequence, begun, total
+from tests.serve_app.ledger.crashing import FakeSequence, begun, request_of, total
 
-ANNA = Origin("anna's", "anna", endpoint="/v1/completions", headers=[(b"x-request-id", b"r1")])
+ANNA = request_of("anna", key="anna's", headers=[(b"x-request-id", b"r1")], body=b"text")
 
 
 class Clocks:
@@ -34,9 +35,9 @@ def book(clocks: Clocks) -> CallBook:
     return book
 
 
-def ran(book: CallBook, origin: Origin = ANNA) -> Call:
+def ran(book: CallBook, request: RelayRequest = ANNA) -> Call:
     """Return a call of one sequence that has ended."""
-    call = book.open(origin, RequestUsage())
+    call = book.open(request, RequestUsage())
     begun(call, FakeSequence(Tokens(2, 1, 1))).end()
     call.close()
     return call
@@ -57,10 +58,12 @@ def test_a_call_has_a_row_with_its_tokens_and_times(book: CallBook, clocks: Cloc
         slot.end()
     call.close()
     clocks.monotonic += 60
-    row = call.row()
+    (kept,) = book.take()
+    assert kept.request.body == b"", "a call that waits for its row holds no body"
+    row = kept.row()
     assert (row.output_tokens, row.outcome, row.wait_s, row.engine_s) == (12, "ok", 0.5, 2.0)
     assert (row.call, row.replica, row.model) == ("n-1", "r", "demo")
-    assert (row.key, row.tenant, row.endpoint, row.request_id) == ("anna's", "anna", ANNA.endpoint, "r1")
+    assert (row.key, row.tenant, row.endpoint, row.request_id) == ("anna's", "anna", ANNA.path, "r1")
 
 
 @pytest.mark.parametrize(
@@ -128,8 +131,8 @@ def test_calls_that_nobody_takes_are_bounded(book: CallBook, monkeypatch: pytest
 def test_tenants_beyond_the_bound_share_their_sums(book: CallBook, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "MAX_TENANTS", 2)
     for name in "abcda":
-        ran(book, Origin(tenant=name))
-    begun(book.open(Origin(tenant="e"), RequestUsage()), FakeSequence(Tokens(output=1)))
+        ran(book, request_of(name))
+    begun(book.open(request_of("e"), RequestUsage()), FakeSequence(Tokens(output=1)))
     found = {name: sums.output for name, sums in book.by_tenant().items()}
     assert found == {"a": 2, "b": 1, OTHER: 3}
 
@@ -193,7 +196,7 @@ def test_every_token_is_counted_once_and_every_call_is_taken_once(steps: list[St
     taken: list[Call] = []
     for number, output, ends in steps:
         if number not in opened:
-            opened[number] = book.open(Origin(tenant=f"t{number % 2}"), RequestUsage()), []
+            opened[number] = book.open(request_of(f"t{number % 2}"), RequestUsage()), []
         call, slots = opened[number]
         if ends and slots:
             slots.pop().end()
@@ -203,7 +206,7 @@ def test_every_token_is_counted_once_and_every_call_is_taken_once(steps: list[St
                 del opened[number]
         else:
             slots.append(begun(call, FakeSequence(Tokens(output=output))))
-            given_[call.origin.tenant] += output
+            given_[call.request.scheduling.tenant] += output
         if looks:
             taken += book.take()
         assert {name: sums.output for name, sums in book.by_tenant().items()} == dict(given_)

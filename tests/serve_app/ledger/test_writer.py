@@ -96,7 +96,7 @@ class Process:
 
         def wrote(calls: Sequence[Call], rows: int) -> None:
             assert rows == self.ledger.written
-            self.written |= {call.origin.tenant: call.usage.counted.output for call in calls}
+            self.written |= {call.request.scheduling.tenant: call.usage.counted.output for call in calls}
 
         def died(name: str, rows: Callable[[int], list[LedgerRow]]) -> None:
             self.dead[name] = {row.tenant: row.output_tokens for row in rows(self.after)}
@@ -126,7 +126,7 @@ class Process:
             call, slot, sequence = self._running.pop(which % len(self._running))
             slot.end()
             call.close()
-            self.counted[call.origin.tenant] = sequence.now.output
+            self.counted[call.request.scheduling.tenant] = sequence.now.output
 
     def run(self, calls: int = 1) -> None:
         """Begin and end some calls."""

@@ -24,7 +24,6 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from serve_app.api.errors import RequestError
 from serve_app.engine.grammars import Grammar, GrammarCheck
 from serve_app.engine.job import Job
-from serve_app.engine.stream_interval import STREAMS
 from serve_app.engine.vllm.client import MOST_LENGTH_PENALTY, GatedLLM, goals_left
 from serve_app.engine.vllm.scheduler import GOALS
 from serve_app.relay.usage import Tokens
@@ -355,34 +354,6 @@ def test_the_age_of_a_request_leaves_less_of_its_goal(
     goals: dict[str, float], age_s: float, left: tuple[float, float]
 ) -> None:
     assert goals_left(GoalSettings.model_validate(goals), age_s) == pytest.approx(left)
-
-
-@pytest.mark.parametrize(
-    ("asked", "engines", "stop", "given"),
-    [
-        (None, 1, ["x"], 3),
-        (None, 4, ["x"], None),
-        (1, 1, ["x"], 1),
-        (7, 7, ["x"], 7),
-        # The engine holds the tokens of this one.
-        (None, 1, [], None),
-    ],
-)
-@virtual
-async def test_the_pieces_of_many_streams_have_several_tokens_unless_an_interval_is_set(
-    asked: int | None, engines: int, stop: list[str], given: int | None
-) -> None:
-    async with opened() as site:
-        script = Script(output(1), output(2), output(3, finish="stop"))
-        llm: Any = gated(script, site)
-        llm.vllm_config.scheduler_config.stream_interval = engines
-        llm.intervals.streams = 3 * STREAMS
-        llm.intervals.end(10, 0.1)
-        params = SamplingParams(max_tokens=4, output_kind=DELTA, stop=stop)
-        params.stream_interval = asked
-        await run(llm, params=params)
-        assert script.calls[0]["params"].stream_interval == given
-        assert llm.intervals.streams == 3 * STREAMS - 1
 
 
 @virtual

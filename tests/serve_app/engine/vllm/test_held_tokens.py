@@ -13,9 +13,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import Request
 
-from serve_app.engine.stream_interval import LONGEST_S
 from serve_app.engine.vllm import held_tokens
-from serve_app.engine.vllm.held_tokens import STATS_S, WHOLE_S, HeldTokens
+from serve_app.engine.vllm.held_tokens import LONGEST_S, STATS_S, WHOLE_S, HeldTokens
 from serve_app.engine.vllm.options import SCHEDULER, vllm_args
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.sources import DEMO_MODEL

@@ -23,14 +23,14 @@ from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 from serve_app.engine.job import Job
 from serve_app.engine.vllm import stats as vllm_stats
 from serve_app.engine.vllm.stats import EngineStats, UnreportedStats, VLLMSequences, own_work, slot_usage
-from serve_app.ledger.calls import Call, CallBook, Origin
+from serve_app.ledger.calls import Call, CallBook
 from serve_app.ledger.rows import LedgerRow
 from serve_app.relay.usage import RequestUsage
 from tests.batcher.virtual import VirtualLoop, blocked, virtual
 from tests.progress import STILL_S
 from tests.serve_app.engine.engine_doubles import new_job, opened
 from tests.serve_app.engine.vllm_doubles import SteppedEngine, admitted, stepped
-from tests.serve_app.ledger.crashing import total
+from tests.serve_app.ledger.crashing import request_of, total
 from tests.serve_app.telemetry.instruments import Instruments
 
 TEN = tokens_input(list(range(10)))
@@ -126,7 +126,7 @@ def test_the_book_has_what_vllm_counts_at_any_time(steps: list[tuple[str, Any, A
                 seen = list(dict.fromkeys([*seen, *engine.running]))
                 match action:
                     case "begin":
-                        call = book.open(Origin(tenant="acme"), RequestUsage())
+                        call = book.open(request_of(), RequestUsage())
                         tasks.append(begin(llm, call, n=what, output_kind=how))
                         await blocked()
                     case "step":
@@ -155,7 +155,7 @@ def test_the_book_has_what_vllm_counts_at_any_time(steps: list[tuple[str, Any, A
 async def test_tokens_that_no_client_has_got_are_counted(book: CallBook) -> None:
     async with opened(capacity=10_000) as site:
         llm, engine = stepped(site)
-        task = begin(llm, book.open(Origin(key="ada"), RequestUsage()))
+        task = begin(llm, book.open(request_of(key="ada"), RequestUsage()))
         await blocked()
         engine.step(cached=8)
         await blocked()
@@ -176,7 +176,7 @@ async def test_the_batcher_sees_how_far_an_answer_is_that_comes_as_a_whole(book:
             async with site.batcher.slot(prompt_tokens=16, max_tokens=50) as slot:
                 slot.report(5)
         llm, engine = stepped(site)
-        task = begin(llm, book.open(Origin(), RequestUsage()), output_kind=FINAL)
+        task = begin(llm, book.open(request_of(), RequestUsage()), output_kind=FINAL)
         await blocked()
         waits = site.batcher.slot_nowait(1_000, priority=1)
         before = site.batcher.stats.running_cost
@@ -197,7 +197,7 @@ async def test_the_batcher_sees_how_far_an_answer_is_that_comes_as_a_whole(book:
 async def test_a_prompt_that_is_aborted_before_its_first_token_is_not_counted(book: CallBook) -> None:
     async with opened(capacity=10_000) as site:
         llm, engine = stepped(site)
-        task = begin(llm, book.open(Origin(), RequestUsage()))
+        task = begin(llm, book.open(request_of(), RequestUsage()))
         await blocked()
         task.cancel()
         await blocked()
@@ -210,7 +210,7 @@ async def test_a_prompt_that_is_aborted_before_its_first_token_is_not_counted(bo
 async def test_a_slot_has_the_times_of_its_way_to_the_first_token(book: CallBook) -> None:
     async with opened(capacity=10_000) as site:
         llm, engine = stepped(site)
-        call = book.open(Origin(), RequestUsage())
+        call = book.open(request_of(), RequestUsage())
         task = begin(llm, call)
         await blocked()
         # vLLM's double has a clock of its own, at 1.0 when it sends the first token.
@@ -230,7 +230,7 @@ async def test_a_slot_has_the_times_of_its_way_to_the_first_token(book: CallBook
 async def test_a_slot_without_a_first_token_has_the_times_before(book: CallBook) -> None:
     async with opened(capacity=10_000) as site:
         llm, _ = stepped(site)
-        call = book.open(Origin(), RequestUsage())
+        call = book.open(request_of(), RequestUsage())
         task = begin(llm, call)
         await blocked()
         task.cancel()
@@ -246,7 +246,7 @@ async def test_a_reader_that_leaves_with_the_last_result_has_it_all(
 ) -> None:
     async with opened(capacity=10_000) as site:
         llm, engine = stepped(site)
-        begin(llm, book.open(Origin(), RequestUsage()), results=1)
+        begin(llm, book.open(request_of(), RequestUsage()), results=1)
         await blocked()
         engine.step(finish=ends)
         await blocked()
@@ -262,7 +262,7 @@ async def test_a_failure_of_the_engine_is_the_outcome(
 ) -> None:
     async with opened(capacity=10_000) as site:
         llm, engine = stepped(site)
-        task = begin(llm, book.open(Origin(), RequestUsage()))
+        task = begin(llm, book.open(request_of(), RequestUsage()))
         await blocked()
         engine.step()
         engine.processor.propagate_error(error)
@@ -276,7 +276,7 @@ async def test_the_answers_to_a_prompt_have_it_once(book: CallBook) -> None:
     """For the quota and the ledger, as the `usage` of the answer says."""
     async with opened(capacity=10_000) as site:
         llm, engine = stepped(site)
-        call = book.open(Origin(), RequestUsage())
+        call = book.open(request_of(), RequestUsage())
         reservation = Reservation()
         call.reservations.append(reservation)
         task = begin(llm, call, n=3, output_kind=FINAL)
@@ -316,7 +316,7 @@ async def test_a_beam_search_has_all_that_it_asks_of_the_engine(book: CallBook) 
             params = SamplingParams(max_tokens=1, output_kind=FINAL, detokenize=False)
             return [each async for each in llm.generate(prompt, params, "r")][-1]
 
-        call = book.open(Origin(), RequestUsage())
+        call = book.open(request_of(), RequestUsage())
         await admitted(llm, of_call(call, answers=2))
         params = BeamSearchParams(beam_width=2, max_tokens=3)
         async for _ in llm.beam_search(search, prompt=TEN, params=params, request_id="r"):
@@ -330,7 +330,7 @@ async def test_a_beam_search_has_all_that_it_asks_of_the_engine(book: CallBook) 
 async def test_an_embedding_has_its_prompt(book: CallBook) -> None:
     async with opened(capacity=10_000) as site:
         llm, engine = stepped(site)
-        call = book.open(Origin(), RequestUsage())
+        call = book.open(request_of(), RequestUsage())
 
         async def embed() -> None:
             job = await admitted(llm, of_call(call))
@@ -432,7 +432,7 @@ async def test_a_client_does_not_state_how_much_of_its_prompt_was_in_the_cache(b
         # A caller that may move KV caches; vLLM believes it for a prompt that another engine has computed.
         llm.transfer_keys = ("",)
         claim = {"do_remote_prefill": True, "remote_prefill_cached_tokens": 1_000_000}
-        task = begin(llm, book.open(Origin(), RequestUsage()), extra_args={"kv_transfer_params": claim})
+        task = begin(llm, book.open(request_of(), RequestUsage()), extra_args={"kv_transfer_params": claim})
         await blocked()
         engine.step(cached=4, finish=True)
         await task
