@@ -186,8 +186,7 @@ class FunctionEngine:
         call = BatchCall("input", partial=False)
         tickets = await self._run(request.input, relayed.scheduling_now(), call, usage)
         vectors = [ticket.result() for ticket in tickets if ticket is not None]
-        usage.prompt_tokens = sum(ticket.cost for ticket in tickets if ticket is not None)
-        return await _json(embedding_response(request, self._id, vectors, usage.prompt_tokens), "data")
+        return await _json(embedding_response(request, self._id, vectors, usage.cost), "data")
 
     async def _process(self, request: ProcessRequest, scheduling: Scheduling, usage: RequestUsage) -> JSON:
         call = BatchCall("records", partial=request.partial)

@@ -677,5 +677,5 @@ class RelayResponse(Response):
 
 
 def _keep_usage(context: RequestContext, piece: Piece) -> None:
-    if piece.usage is not None and piece.usage.prompt_tokens:
+    if piece.usage is not None and piece.usage.engine_s:
         context.usage = piece.usage

@@ -6,15 +6,12 @@ A `RequestUsage` is made when a request comes, and goes with it to its end:
     call = book.open(request, usage)  # the row of the ledger
     async with batcher.slot(...) as slot:
         own = usage.begin(slot)
-        own.prompt_tokens = len(prompt)
         ...  # the engine adds its sequences with `own.count`, see `engine.vllm.stats.slot_usage`
         own.end("ok")
     call.close()  # the request is over: no slot begins any more
 
-A usage has two counts. Log, quotas, metrics and traces read the tokens of the answer, `prompt_tokens` and
-`output_tokens`: a prompt counts once, and the output is what the slot's reader has reported to the batcher.
-The ledger reads `counted`, the tokens that the engine itself counts for its sequences: they can be read at
-any time and in any thread, also of a request that is aborted, and nothing is added up per token.
+Tokens are counted once, by the engine itself. The count can be read at any time and in any thread, also of a
+request that is aborted, and nothing is added up per token.
 """
 
 import asyncio
@@ -30,10 +27,7 @@ from batcher import Slot
 MAX_SLOTS = 64
 """Slots of one request whose usage is kept one by one; a request may have thousands."""
 
-_FIELDS = struct.Struct(">IIffIB")
-
-_MOST = (1 << 32) - 1
-"""The largest total that crosses the relay; the cost of a function's records may be larger."""
+_FIELDS = struct.Struct(">QQQffB")
 
 _lock = threading.Lock()
 """Held while tokens move from a sequence into a sum, and while both are read: the ledger has a thread."""
@@ -92,8 +86,6 @@ class Usage:
         submitted_at: Time at which the slot was asked for, on the clock of `time.monotonic`, in seconds.
         started_at: Time of its start.
         ended_at: Time of its end; 0: it runs.
-        prompt_tokens: Tokens of its prompt, once for all answers to it; set while it runs, if not before.
-        output_tokens: Tokens of its answers, those of another Engine too where a stream goes on.
         counted: Tokens that the engine has counted for the sequences that have ended.
         outcome: Its end.
         cost: Cost of the records of a function; 0 for a language model.
@@ -103,13 +95,10 @@ class Usage:
     submitted_at: float
     started_at: float
     ended_at: float = 0.0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
     counted: Tokens = NONE
     outcome: Outcome = "ok"
     cost: int = 0
     events: Sequence[tuple[str, float]] = ()
-    _slot: "Slot | Usage | None" = None
     _request: "RequestUsage | None" = None
     _running: tuple[Sequences, ...] = ()
 
@@ -139,8 +128,6 @@ class Usage:
             return
         with _lock:
             self.ended_at = request.now()
-            if self._slot is not None:
-                self.output_tokens, self._slot = self._slot.output_tokens, None
             self.counted, self._running = self._total(), ()
             self.outcome = outcome
             request._running.discard(self)
@@ -164,27 +151,21 @@ class RequestUsage:
     """The usage of a request, over all of its slots. The totals are those of the slots that have ended.
 
     Attributes:
-        prompt_tokens: Tokens in; each prompt once.
-        output_tokens: Tokens out.
+        counted: Tokens that the engine has counted.
         wait_s: Seconds in the batcher's queue; of several slots, the longest wait.
         engine_s: Seconds from the submission of the first slot to the last end of one.
-        cached_tokens: Tokens in that were in the engine's prefix cache.
         outcome: The worst outcome.
         slots: The first `MAX_SLOTS` slots that have ended. They don't cross the relay, nor does all below.
-        counted: Tokens that the engine has counted.
         cost: Cost of the records of a function.
         ran: The engine got a sequence, or a function a record.
         now: The clock of the slots, in seconds.
     """
 
-    prompt_tokens: int = 0
-    output_tokens: int = 0
+    counted: Tokens = NONE
     wait_s: float = 0.0
     engine_s: float = 0.0
-    cached_tokens: int = 0
     outcome: Outcome = "ok"
     slots: list[Usage] = field(default_factory=list)
-    counted: Tokens = NONE
     cost: int = 0
     ran: bool = False
     now: Callable[[], float] = field(default=time.monotonic, repr=False, compare=False)
@@ -195,12 +176,11 @@ class RequestUsage:
     _closed: bool = field(default=False, repr=False, compare=False)
     _then: Callable[[], None] | None = field(default=None, repr=False, compare=False)
 
-    def begin(self, slot: Slot | Usage | None = None, prompt_tokens: int = 0) -> Usage:
+    def begin(self, slot: Slot | Usage | None = None) -> Usage:
         """Begin the usage of a slot, which has to be ended.
 
         Args:
             slot: The slot, which has started; None: the work has none, and starts now.
-            prompt_tokens: Tokens of its prompt.
 
         Raises:
             asyncio.CancelledError: The request has ended, so the task that asks has outlived it.
@@ -209,7 +189,7 @@ class RequestUsage:
             raise asyncio.CancelledError("the request has ended")
         now = self.now()
         times = (now, now) if slot is None else (slot.submitted_at, slot.started_at)
-        usage = Usage(*times, prompt_tokens=prompt_tokens, _slot=slot, _request=self)
+        usage = Usage(*times, _request=self)
         with _lock:
             self._running.add(usage)
             self._begin(usage)
@@ -247,15 +227,13 @@ class RequestUsage:
 
     def pack(self) -> bytes:
         """Return the totals that cross the relay as bytes."""
-        tokens = (self.prompt_tokens, self.output_tokens, self.cached_tokens)
-        prompt, output, cached = (min(each, _MOST) for each in tokens)
-        return _FIELDS.pack(prompt, output, self.wait_s, self.engine_s, cached, _RANK[self.outcome])
+        return _FIELDS.pack(*self.counted, self.wait_s, self.engine_s, _RANK[self.outcome])
 
     @classmethod
     def unpack(cls, data: bytes) -> "RequestUsage":
         """Read the totals that `pack` wrote."""
-        prompt, output, wait_s, engine_s, cached, rank = _FIELDS.unpack(data)
-        return cls(prompt, output, wait_s, engine_s, cached, _OUTCOMES[rank])
+        prompt, cached, output, wait_s, engine_s, rank = _FIELDS.unpack(data)
+        return cls(Tokens(prompt, cached, output), wait_s, engine_s, _OUTCOMES[rank])
 
     def _begin(self, usage: Usage) -> None:
         self.wait_s = max(self.wait_s, usage.started_at - usage.submitted_at)
@@ -263,10 +241,6 @@ class RequestUsage:
         self._started_at = min(self._started_at, usage.started_at)
 
     def _add(self, usage: Usage) -> None:
-        self.prompt_tokens += usage.prompt_tokens
-        self.output_tokens += usage.output_tokens
-        # A stream that goes on, or a beam search, finds more there than its prompt.
-        self.cached_tokens += min(usage.counted.cached, usage.prompt_tokens)
         self.counted = self.counted.plus(usage.counted)
         self.cost += usage.cost
         self.outcome = worst(self.outcome, usage.outcome)

@@ -26,6 +26,8 @@ def log_fields(request: TrackedRequest, offset_s: float) -> dict[str, Any]:
         offset_s: Seconds from `time.monotonic` to `time.time`.
     """
     usage = request.usage
+    # A function has no tokens.
+    tokens = usage.counted if usage and usage.counted.prompt else None
     fields: dict[str, Any] = {
         "time": datetime.fromtimestamp(request.ended_at + offset_s, UTC).isoformat(timespec="milliseconds"),
         "request_id": request.request_id,
@@ -36,8 +38,8 @@ def log_fields(request: TrackedRequest, offset_s: float) -> dict[str, Any]:
         "status": request.status,
         "outcome": request.outcome,
         "stream": request.streams,
-        "prompt_tokens": usage.prompt_tokens if usage else None,
-        "output_tokens": usage.output_tokens if usage else None,
+        "prompt_tokens": tokens.prompt if tokens else None,
+        "output_tokens": tokens.output if tokens else None,
         "wait_s": round(usage.wait_s, 6) if usage else None,
         "first_s": round(request.first_at - request.started_at, 6) if request.first_at else None,
         "total_s": round(request.seconds, 6),

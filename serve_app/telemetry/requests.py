@@ -36,8 +36,8 @@ class RequestMetrics:
         if request.streams:
             first_s = request.first_at - request.started_at
             record(catalogue.FIRST_TOKEN, first_s, model)
-            if usage and usage.output_tokens > 1:
-                per_token_s = (request.seconds - first_s) / (usage.output_tokens - 1)
+            if usage and usage.counted.output > 1:
+                per_token_s = (request.seconds - first_s) / (usage.counted.output - 1)
                 record(catalogue.PER_TOKEN, per_token_s, model)
         if usage and usage.engine_s:
             record(catalogue.PATH_SECONDS, max(request.seconds - usage.engine_s, 0.0), model)

@@ -105,8 +105,8 @@ class Tracing:
             start_time=_ns(began_at, offset),
             attributes={
                 "gen_ai.request.model": model,
-                "gen_ai.usage.input_tokens": usage.prompt_tokens,
-                "gen_ai.usage.output_tokens": usage.output_tokens,
+                "gen_ai.usage.input_tokens": usage.counted.prompt,
+                "gen_ai.usage.output_tokens": usage.counted.output,
             },
         )
         if whole.is_recording():
@@ -119,8 +119,8 @@ class Tracing:
         times = [_ns(at, offset) for at in (prompt.submitted_at, prompt.started_at, prompt.ended_at)]
         self._tracer.start_span("queue", context=inside, start_time=times[0]).end(times[1])
         tokens = {
-            "gen_ai.usage.input_tokens": prompt.prompt_tokens,
-            "gen_ai.usage.output_tokens": prompt.output_tokens,
+            "gen_ai.usage.input_tokens": prompt.counted.prompt,
+            "gen_ai.usage.output_tokens": prompt.counted.output,
         }
         run = self._tracer.start_span("generate", context=inside, start_time=times[1], attributes=tokens)
         for name, at in prompt.events:

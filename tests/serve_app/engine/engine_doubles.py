@@ -219,14 +219,11 @@ class PlayedEngine:
     adapters: PlayedAdapters = field(default_factory=PlayedAdapters)
 
 
-def failing(
-    status: int = 500, *, output_tokens: int = 0, seen: Callable[[Job], object] = lambda job: None
-) -> Any:
+def failing(status: int = 500, *, seen: Callable[[Job], object] = lambda job: None) -> Any:
     """Return an application that answers with an error.
 
     Args:
         status: Its status.
-        output_tokens: Tokens that were made before.
         seen: Called with the job.
     """
 
@@ -234,7 +231,6 @@ def failing(
         job = current()
         assert job is not None
         seen(job)
-        job.usage.output_tokens = output_tokens
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": b'{"error": {"message": "oh"}}'})
 

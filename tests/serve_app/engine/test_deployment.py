@@ -77,7 +77,7 @@ class PlayedGenerate:
         job.placed = True
         try:
             self.ran.append(job)
-            own = job.usage.begin(job.slot, 10)
+            own = job.usage.begin(job.slot)
             own.count(FakeSequence(Tokens(10, 4, 3)))
             await asyncio.sleep(self.seconds)
             own.end()
@@ -182,7 +182,7 @@ class Working:
         job = current()
         assert job is not None
         async with self.site.door.place(job, BLOCK, 0, 1) as slot:
-            own = job.usage.begin(slot, 10)
+            own = job.usage.begin(slot)
             own.count(FakeSequence(Tokens(10, 4, 3)))
             await asyncio.sleep(self.seconds)
             await send({"type": "http.response.start", "status": self.status, "headers": STREAM})

@@ -17,7 +17,7 @@ async def test_a_body_is_answered_as_json() -> None:
     async def body() -> bytes:
         return b'{"a": 1}'
 
-    usage = RequestUsage(3, 4)
+    usage = RequestUsage(Tokens(3, 0, 4))
     head = Head(200, [(b"content-type", b"application/json")])
     assert unpack(await answer(body(), usage, REQUEST)) == Piece(head, b'{"a": 1}', usage=usage)
 

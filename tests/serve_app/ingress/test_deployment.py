@@ -24,7 +24,7 @@ from serve_app.relay.events import DONE
 from serve_app.relay.frame import pack, pack_error
 from serve_app.relay.keepalive import KEEPALIVE_S
 from serve_app.relay.request import RelayRequest
-from serve_app.relay.usage import RequestUsage
+from serve_app.relay.usage import RequestUsage, Tokens
 from serve_app.settings.schema import parse
 from tests.batcher.virtual import blocked, now, virtual
 from tests.serve_app.answers import END, complete
@@ -651,7 +651,7 @@ async def test_streams_are_kept_for_another_engine_in_half_of_the_budget_of_bodi
         if b"large" in request.body:
             yield complete(PLAIN, b"{}")
         elif request.resumes:
-            yield pack(head=head, body=event("x" * 300 + "end") + DONE, usage=RequestUsage(1, 2))
+            yield pack(head=head, body=event("x" * 300 + "end") + DONE, usage=RequestUsage(Tokens(1, 0, 2)))
         else:
             yield pack(head=head, body=event("x" * 300))
             await ends.wait()

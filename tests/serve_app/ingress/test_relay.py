@@ -31,12 +31,12 @@ from serve_app.relay.frame import LOST, Head, pack, pack_error
 from serve_app.relay.keepalive import KEEPALIVE_S
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.resume import ResumeMode, to_ids
-from serve_app.relay.usage import RequestUsage
+from serve_app.relay.usage import RequestUsage, Tokens
 from tests.batcher.virtual import blocked, now, virtual
 
 PLAIN = [(b"content-type", b"application/json")]
 STREAM = [(b"content-type", b"text/event-stream")]
-USAGE = RequestUsage(3, 4)
+USAGE = RequestUsage(Tokens(3, 0, 4), engine_s=0.5)
 ANSWER = pack(head=Head(200, PLAIN), body=b'{"text": "abc"}', usage=USAGE)
 FULL = pack_error(RequestError(429, "rate_limit_error", "full", retry_after_s=2))
 STOPS = pack_error(engine_failed())

@@ -22,7 +22,7 @@ from serve_app.jobs.errors import StoreError
 from serve_app.jobs.service import BatchService
 from serve_app.relay.frame import pack, unpack
 from serve_app.relay.request import RelayRequest
-from serve_app.relay.usage import RequestUsage
+from serve_app.relay.usage import RequestUsage, Tokens
 from serve_app.settings.schema import SettingsError, parse
 from serve_app.system.cpu_scheduling import BACKGROUND_NICE
 from tests.progress import STILL_S
@@ -34,7 +34,7 @@ __all__ = ["health"]
 LIMIT_S = STILL_S
 LIMIT = 10_000
 ANNA = Scheduling(1, "anna")
-USAGE = RequestUsage(prompt_tokens=30, output_tokens=12)
+USAGE = RequestUsage(Tokens(30, 0, 12))
 ANSWER = answer(pack(head=PLAIN, body=b'{"ok": 1}', usage=USAGE))
 FORM = [(b"content-type", b"multipart/form-data; boundary=x")]
 HEAD = (

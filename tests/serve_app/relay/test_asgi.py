@@ -18,11 +18,11 @@ from serve_app.relay import asgi
 from serve_app.relay.events import DONE, error_event
 from serve_app.relay.frame import Head, Piece, pack_error, unpack
 from serve_app.relay.request import RelayRequest
-from serve_app.relay.usage import RequestUsage
+from serve_app.relay.usage import RequestUsage, Tokens
 from tests.progress import STILL_S
 
 T = TypeVar("T")
-USAGE = RequestUsage(3, 4)
+USAGE = RequestUsage(Tokens(3, 0, 4))
 
 REQUEST = RelayRequest("POST", "/v1/x", b"a=1&b=%20", [(b"accept", b"*/*"), (b"x", b"\xff")], b"question")
 HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8")]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from serve_app.api.errors import RequestError
 from serve_app.relay import frame
 from serve_app.relay.frame import KEEP_ALIVE, LOST, Head, Piece, pack, pack_error, split, unpack
-from serve_app.relay.usage import RequestUsage
+from serve_app.relay.usage import RequestUsage, Tokens
 
 FULL = RequestError(429, "rate_limit_error", "full", retry_after_s=3)
 TEXT = st.binary(max_size=20)
@@ -19,8 +19,11 @@ HEADERS = st.lists(st.tuples(TEXT, TEXT), max_size=5)
 HEADS = st.builds(Head, st.integers(100, 599), HEADERS, st.sampled_from(["", "tokens", "again"]))
 COUNTS = st.integers(0, 2**32 - 1)
 SECONDS = st.floats(0, 1e6, width=32)
-USAGES = st.builds(RequestUsage, COUNTS, COUNTS, SECONDS, SECONDS)
-MESSAGE = pack(head=Head(200, [(b"a", b"b")]), body=b"text", token_ids=b"1234", usage=RequestUsage(3, 4))
+USAGE = RequestUsage(Tokens(3, 0, 4))
+USAGES = st.builds(RequestUsage, st.builds(Tokens, COUNTS, COUNTS, COUNTS), SECONDS, SECONDS)
+MESSAGE = pack(
+    head=Head(200, [(b"a", b"b")]), body=b"text", token_ids=b"1234", usage=RequestUsage(Tokens(3, 0, 4))
+)
 
 
 @given(st.none() | HEADS, st.binary(), st.binary(max_size=40), st.none() | USAGES)
@@ -100,7 +103,7 @@ def test_a_whole_answer_in_parts_says_how_long_it_is(monkeypatch: pytest.MonkeyP
 def test_an_answer_that_is_too_large_is_refused_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frame, "MAX_BODY_BYTES", 10)
     monkeypatch.setattr(frame, "MAX_ANSWER_BYTES", 100)
-    usage = RequestUsage(3, 0)
+    usage = RequestUsage(Tokens(3, 0, 0))
     (refusal,) = split(pack(head=Head(200, []), body=b"a" * 101, usage=usage), "/v1/embeddings")
     piece = unpack(refusal)
     assert piece.head is not None

@@ -23,33 +23,17 @@ class Sequence:
 
 def test_the_usage_of_a_request_is_that_of_its_slots() -> None:
     usage = RequestUsage()
-    usage.add(Usage(10.0, 10.5, 12.0, prompt_tokens=3, output_tokens=4))
-    usage.add(
-        Usage(9.0, 11.0, 13.0, prompt_tokens=5, output_tokens=6, counted=Tokens(5, 4, 7), outcome="failed")
-    )
-    assert (usage.prompt_tokens, usage.output_tokens) == (8, 10)
-    assert usage.cached_tokens == 4
+    usage.add(Usage(10.0, 10.5, 12.0, Tokens(3, 0, 4)))
+    usage.add(Usage(9.0, 11.0, 13.0, Tokens(5, 4, 7), outcome="failed"))
     assert usage.wait_s == 2.0
     assert usage.engine_s == 4.0
-    assert (usage.counted, usage.outcome, usage.ran) == (Tokens(5, 4, 7), "failed", True)
+    assert (usage.counted, usage.outcome, usage.ran) == (Tokens(8, 4, 11), "failed", True)
     assert [slot.started_at for slot in usage.slots] == [10.5, 11.0]
-
-
-def test_an_answer_counts_a_prompt_once_and_the_engine_once_for_each_sequence() -> None:
-    usage = RequestUsage()
-    # Its reader has left before the last tokens.
-    slot = usage.begin(Usage(0.0, 1.0, 2.0, output_tokens=12), prompt_tokens=10)
-    for cached in (0, 8, 8):
-        slot.count(Sequence(Tokens(10, cached, 5)))
-    assert usage.total() == Tokens(30, 16, 15)
-    slot.end()
-    assert (usage.prompt_tokens, usage.cached_tokens, usage.output_tokens) == (10, 10, 12)
-    assert usage.total() == usage.counted == Tokens(30, 16, 15)
 
 
 def test_the_tokens_of_a_running_slot_can_be_read_at_any_time() -> None:
     usage = RequestUsage(now=iter([1.0, 3.0, 6.0]).__next__)
-    slot = usage.begin(prompt_tokens=2)
+    slot = usage.begin()
     slot.count(sequence := Sequence(Tokens(2, 0, 1)))
     assert (usage.total(), usage.run_s()) == (Tokens(2, 0, 1), 2.0)
     sequence.now = Tokens(2, 0, 4)
@@ -144,19 +128,13 @@ def test_a_request_ends_with_its_last_slot_and_begins_none_after_that() -> None:
 
 
 def test_the_totals_cross_the_relay() -> None:
-    usage = RequestUsage(3, 4, 0.5, 1.5, 2)
+    usage = RequestUsage(Tokens(3, 2, 1 << 40), 0.5, 1.5, "failed")
     assert RequestUsage.unpack(usage.pack()) == usage
 
 
 def test_only_the_first_slots_are_kept_one_by_one() -> None:
     usage = RequestUsage()
     for _ in range(MAX_SLOTS + 1):
-        usage.add(Usage(0.0, 0.0, 1.0, 1, 1))
+        usage.add(Usage(0.0, 0.0, 1.0, Tokens(1, 0, 1)))
     assert len(usage.slots) == MAX_SLOTS
-    assert usage.prompt_tokens == MAX_SLOTS + 1
-
-
-def test_a_total_above_the_largest_that_crosses_the_relay_is_cut_off() -> None:
-    # A function may say what it likes of the cost of its records.
-    usage = RequestUsage(prompt_tokens=1 << 40, output_tokens=3)
-    assert RequestUsage.unpack(usage.pack()) == RequestUsage(prompt_tokens=(1 << 32) - 1, output_tokens=3)
+    assert usage.counted.prompt == MAX_SLOTS + 1

@@ -14,7 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 from serve_app.api.scheduling import Scheduling
 from serve_app.ingress.body import BodyBudget
 from serve_app.ingress.context import RequestMiddleware, context_of
-from serve_app.relay.usage import RequestUsage, Usage
+from serve_app.relay.usage import RequestUsage, Tokens, Usage
 from serve_app.telemetry import catalogue
 from serve_app.telemetry.meters import Meters
 from serve_app.telemetry.request_tracker import RequestTracker, TrackedRequest
@@ -22,7 +22,7 @@ from serve_app.telemetry.requests import RequestMetrics
 from tests.serve_app.telemetry.instruments import Instruments
 
 USAGE = RequestUsage()
-USAGE.add(Usage(1.0, 1.5, 2.0, 12, 5))
+USAGE.add(Usage(1.0, 1.5, 2.0, Tokens(12, 0, 5)))
 SECRET = "the prompt"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from batcher import ContinuousBatcher
 from serve_app.relay.request import RelayRequest
-from serve_app.relay.usage import RequestUsage, Usage
+from serve_app.relay.usage import RequestUsage, Tokens, Usage
 from serve_app.settings.telemetry import SILENT, TelemetrySettings, TraceSettings
 from serve_app.telemetry.engine import EngineTelemetry
 from serve_app.telemetry.meters import Meters
@@ -15,7 +15,7 @@ from tests.progress import STILL_S
 
 REQUEST = RelayRequest("POST", "/generate", b"", [], b"")
 USAGE = RequestUsage()
-USAGE.add(Usage(1.0, 1.5, 2.0, 12, 5))
+USAGE.add(Usage(1.0, 1.5, 2.0, Tokens(12, 0, 5)))
 
 
 def span_names(folder: Path) -> list[str]:

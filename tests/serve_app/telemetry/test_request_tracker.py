@@ -17,7 +17,7 @@ async def test_an_answer_has_its_usage_and_one_time(front: Front) -> None:
     assert response.content == b"answer"
     (request,) = front.ended
     assert request.usage
-    assert (request.usage.prompt_tokens, request.usage.output_tokens) == (12, 5)
+    assert request.usage.counted == (12, 0, 5)
     assert (request.usage.wait_s, request.usage.engine_s) == (0.5, 1.0)
     assert len(front.metrics.of(catalogue.REQUEST_SECONDS, "m", "no")) == 1
     assert front.metrics.of(catalogue.FIRST_TOKEN, "m") == []

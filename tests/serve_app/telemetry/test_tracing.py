@@ -9,7 +9,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from serve_app.api.scheduling import Scheduling
 from serve_app.relay.request import RelayRequest
-from serve_app.relay.usage import RequestUsage, Usage
+from serve_app.relay.usage import RequestUsage, Tokens, Usage
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.telemetry import TraceSettings
 from serve_app.telemetry.request_tracker import TrackedRequest
@@ -45,7 +45,7 @@ def serve(tracing: Tracing, request: TrackedRequest) -> dict[bytes, bytes]:
     headers = pass_on(request, [*request.scope["headers"], (b"x", b"y")])
     usage = RequestUsage()
     start = request.started_at
-    usage.add(Usage(start + 1, start + 3, start + 7, 12, 5, events=[("queued", start + 4)]))
+    usage.add(Usage(start + 1, start + 3, start + 7, Tokens(12, 0, 5), events=[("queued", start + 4)]))
     relayed = RelayRequest("POST", "/generate", b"", headers, b"", arrived_at=time.time())
     tracing.engine(relayed, "m", start + 0.5, usage)
     request.complete, request.status, request.usage = True, 200, usage

@@ -101,7 +101,6 @@ async def test_results_are_in_the_order_of_the_prompts_with_their_tokens() -> No
         assert response.usage.total_tokens == 8
         found = [(one.finish_reason, one.prompt_tokens) for one in response.details or [] if one]
         assert found == [("stop", 3), ("stop", 1)]
-        assert (job.usage.prompt_tokens, job.usage.output_tokens) == (4, 4)
         site.check_free()
 
 
