@@ -212,7 +212,7 @@ FOLDERS = {
     "serve_app/turns": "Models that take turns on a device.",
     "serve_app/auth": "API keys.",
     "serve_app/telemetry": "Metrics, request log, traces.",
-    "serve_app/relay": "The stream of messages between Ingress and Engine.",
+    "serve_app/wire": "What crosses between Ingress and Engine: requests, pieces of answers, usage.",
     "serve_app/settings": "The config: schema, messages, environment.",
     "serve_app/simulation": "Simulated devices.",
     "serve_app/api": "Requests, answers, errors, scheduling fields.",

@@ -23,7 +23,6 @@ from serve_app.dataset.prompts import Prompter
 from serve_app.dataset.readers import open_source
 from serve_app.jobs.errors import RunError
 from serve_app.ledger.report import LedgerError, LedgerFiles
-from serve_app.relay.usage import Tokens
 from serve_app.system.progress import Progress
 from serve_app.tuning.goals import METRICS, Goal, parse_goals
 from serve_app.tuning.load import Prompt
@@ -31,6 +30,7 @@ from serve_app.tuning.plots import PlotError, check_plot, draw_tuning
 from serve_app.tuning.tune_report import body, text
 from serve_app.tuning.tuner import LoneMissError
 from serve_app.tuning.workload import TokenLengths
+from serve_app.wire.usage import Tokens
 
 MOST_PROMPTS = 10_000
 """Most rows of a dataset."""

@@ -9,7 +9,6 @@ import click
 
 from serve_app.cli.tune_config import RunningConfig
 from serve_app.client import ServiceError
-from serve_app.relay.usage import Tokens
 from serve_app.system.progress import Progress
 from serve_app.tuning.goals import Goal
 from serve_app.tuning.load import Generator, LoadLevel, LoadStep, Prompt, Requests
@@ -17,6 +16,7 @@ from serve_app.tuning.service import ModelFacts, Service
 from serve_app.tuning.tune_report import BesideBatch, Tuning, line
 from serve_app.tuning.tuner import MARGIN, Tuner, choose, is_small
 from serve_app.tuning.workload import TokenLengths
+from serve_app.wire.usage import Tokens
 
 STEPS_DOWN = 4
 """Most times that the rate is lowered while the goals don't hold with the settings."""

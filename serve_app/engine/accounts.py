@@ -9,15 +9,15 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from serve_app.api.errors import RequestError
-from serve_app.api.facts import Facts
+from serve_app.api.headers import Headers
 from serve_app.ledger.calls import Call, CallBook
 from serve_app.ledger.rows import LedgerRow
 from serve_app.ledger.writer import Ledger, Writer, new_book
 from serve_app.quotas.client import Handle, QuotaClient, RemoteStore
 from serve_app.quotas.counters import Charge, key_subject, tenant_subject
-from serve_app.relay.request import RelayRequest
-from serve_app.relay.usage import RequestUsage
-from serve_app.settings.usage import Quota, UsageSettings
+from serve_app.settings.usage import UsageSettings
+from serve_app.wire.request import RelayRequest
+from serve_app.wire.usage import RequestUsage
 
 BY_QUOTA = (b"x-saturate-refused-by", b"quota")
 """Header of a refusal by a quota: the engines may have room."""
@@ -73,22 +73,16 @@ class Accounts:
         """Return a new call, which has to be closed."""
         return self.book.open(request, usage)
 
-    def limits(self, call: Call, quota: Quota | None) -> bool:
-        """Return whether a call may have a quota: then `reserve` comes before it runs.
+    def limits(self, call: Call) -> bool:
+        """Return whether a call may have a quota: then `reserve` comes before it runs."""
+        request = call.request
+        return self._client is not None and self._client.limits(request.scheduling.tenant, request.quota)
 
-        Args:
-            call: The call.
-            quota: The quota of its key, if it has one.
-        """
-        return self._client is not None and self._client.limits(call.request.scheduling.tenant, quota)
-
-    async def reserve(self, call: Call, quota: Quota | None, facts: Facts, context: int | None) -> None:
+    async def reserve(self, call: Call, context: int | None) -> None:
         """Reserve the most that a call can use. Its end settles it.
 
         Args:
             call: The call.
-            quota: The quota of its key, if it has one.
-            facts: Its facts.
             context: Context of the model, in tokens; None: it has none.
 
         Raises:
@@ -99,7 +93,7 @@ class Accounts:
         request = call.request
         try:
             found = await self._client.reserve(
-                request.scheduling.tenant, facts.most(context), request.key, quota
+                request.scheduling.tenant, request.facts.most(context), request.key, request.quota
             )
         except RequestError as error:
             call.over_quota = error.status == FULL
@@ -107,12 +101,11 @@ class Accounts:
         if found is not None:
             call.reservations.append(found)
 
-    async def reserve_more(self, call: Call, quota: Quota | None, tokens: int) -> None:
+    async def reserve_more(self, call: Call, tokens: int) -> None:
         """Reserve tokens of a call's prompts beyond the bound for which it has a reservation.
 
         Args:
             call: The call.
-            quota: The quota of its key, if it has one.
             tokens: The tokens.
 
         Raises:
@@ -121,16 +114,17 @@ class Accounts:
         request = call.request
         if self._client is not None and call.reservations:
             found = await self._client.reserve(
-                request.scheduling.tenant, tokens, request.key, quota, more=True
+                request.scheduling.tenant, tokens, request.key, request.quota, more=True
             )
             if found is not None:
                 call.reservations.append(found)
 
-    def headers(self, call: Call, quota: Quota | None) -> list[tuple[bytes, bytes]]:
+    def headers(self, call: Call) -> Headers:
         """Return the rate limit headers of the answer to a call that `reserve` was asked for."""
         if self._client is None:
             return []
-        headers = self._client.headers(call.request.scheduling.tenant, call.request.key, quota)
+        request = call.request
+        headers = self._client.headers(request.scheduling.tenant, request.key, request.quota)
         return [*headers, BY_QUOTA] if call.over_quota else headers
 
     def flush(self) -> None:

@@ -2,41 +2,32 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from serve_app.api.errors import EngineLostError, RequestError, engine_failed
 from serve_app.api.facts import facts_of_call
 from serve_app.api.protocol import JSON, GenerateRequest, GenerateResponse, parse_generate
 from serve_app.api.routes import GENERATE, unserved
-from serve_app.engine.accounts import Accounts
 from serve_app.engine.adapters import AdapterError
+from serve_app.engine.answer import Answer
 from serve_app.engine.autoscaling import autoscaling_stats
 from serve_app.engine.grammars import GrammarCheck
 from serve_app.engine.job import Job
-from serve_app.engine.openai import OpenAI
+from serve_app.engine.openai import run, too_many_ids
 from serve_app.engine.replica import (
     DRAIN_S,
-    answer,
+    Replica,
     device_name,
-    parts_of,
     replica_name,
     replica_stats,
-    replica_tag,
     routing_stats,
     usage_stats,
 )
 from serve_app.engine.turns import DeviceLock, EngineTurns, Place, asking
-from serve_app.engine.watchdog import EngineWatch, LoopWatch
-from serve_app.ledger.calls import Call
-from serve_app.ledger.metrics import UsageMetrics
+from serve_app.engine.watchdog import EngineWatch
 from serve_app.quotas.client import Handle
-from serve_app.relay.frame import LOST, pack_error, with_headers
-from serve_app.relay.keepalive import with_keepalive
-from serve_app.relay.request import RelayRequest
 from serve_app.settings.adapters import AdapterSettings
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.telemetry import SILENT, TelemetrySettings
@@ -46,9 +37,8 @@ from serve_app.settings.user_config import parse_user_config
 from serve_app.system.cpu_scheduling import RELAY_NICE, use_batch_scheduling
 from serve_app.system.garbage_collection import collect_rarely
 from serve_app.system.parent_death import tie_children
-from serve_app.system.serve_logging import flush_warnings, preserved_handlers
+from serve_app.system.serve_logging import preserved_handlers
 from serve_app.telemetry.catalogue import (
-    LOOP_HELD,
     OUTPUT_TOKENS,
     PROMPT_TOKENS,
     ROWS_DISPLACED,
@@ -56,8 +46,8 @@ from serve_app.telemetry.catalogue import (
     STEP_BOUND,
     STEP_SECONDS,
 )
-from serve_app.telemetry.engine import EngineTelemetry
 from serve_app.telemetry.meters import Meters
+from serve_app.wire.request import RelayRequest
 
 logger = logging.getLogger("ray.serve")
 
@@ -65,7 +55,7 @@ EXPIRED = 408
 """Status of a request or a prompt that can't start in time."""
 
 
-class Engine:
+class Engine(Replica):
     """One copy of a model: a vLLM engine and its batcher, built once, in the constructor.
 
     Args:
@@ -78,9 +68,6 @@ class Engine:
         turns: The handle of the Turns deployment, if it shares one.
         salts: Whether each tenant has a part of the prefix cache of its own.
     """
-
-    _held = 0
-    """Tokens of the calls that this replica answers, as their callers estimate them."""
 
     _turns: EngineTurns | None = None
     """Turns on a shared device; None: it has one of its own."""
@@ -98,17 +85,14 @@ class Engine:
         salts: bool = False,
     ) -> None:
         tie_children()
-        flush_warnings()
         if settings.simulate:
             logger.warning(
                 "%s is simulated (%s): no model runs, and answers are letters without sense",
                 settings.id,
                 settings.simulate.name,
             )
-        self._id = settings.id
+        self._open(settings.id, telemetry, usage, quotas)
         self._max_prompts = max_prompts
-        self._tenants = telemetry.tenants
-        self._accounts = Accounts(settings.id, replica_tag(), usage, quotas)
         with preserved_handlers():
             # Imported only where a model is held: vLLM takes seconds and a gigabyte.
             from serve_app.engine.vllm.engine import VLLMEngine
@@ -126,7 +110,7 @@ class Engine:
                 metrics=telemetry.metrics and telemetry.engine_metrics,
                 salts=salts,
             )
-            app, self._routes = await self._engine.start()
+            self._app, self._routes = await self._engine.start()
             if share is not None and self._turns is not None:
                 sleeper = await self._engine.sleeper(share)
                 await self._turns.rehearse(sleeper, self._engine.batcher)
@@ -135,13 +119,11 @@ class Engine:
         self._grammars = GrammarCheck(settings.grammar_cpu_s, settings.grammar_compile_cpu_s, vocabulary)
         self._engine.check_grammars(self._grammars)
         self._starting = asyncio.create_task(self._grammars.start())
-        self._openai = OpenAI(app, self._engine)
         self._engine.door.unfit = self._unfit
         self._watch = EngineWatch(
             self._engine, settings.engine_hang_timeout_s, excused=self._ended, last=self._flush
         ).start()
-        self._loop_watch = LoopWatch().start()
-        self._telemetry = EngineTelemetry(telemetry, settings.id, self._engine.batcher, self._engine_metrics)
+        self._observe(telemetry, self._engine.batcher)
         # The engine's own processes are started by now, and keep the scheduling that they have.
         use_batch_scheduling(RELAY_NICE)
         collect_rarely()
@@ -224,36 +206,6 @@ class Engine:
             raise
         return response.model_dump(exclude_unset=True)
 
-    async def relay(self, request: RelayRequest) -> AsyncGenerator[bytes, None]:
-        """Answer an HTTP request, as relay messages."""
-        job = self._job(request)
-        path = request.path
-        headers: list[tuple[bytes, bytes]] = []
-        with self._accounted(job) as recorded:
-            try:
-                self._check(job)
-                if self._limited(job):
-                    try:
-                        async with aclosing(with_keepalive(self._reserve(job))) as messages:
-                            async for message in messages:
-                                yield message
-                    finally:
-                        headers = self._accounts.headers(recorded, request.quota)
-                if path == GENERATE:
-                    answer = with_keepalive(self._completed(job))
-                else:
-                    if not await self._engine.door.enter(job):
-                        async with aclosing(with_keepalive(self._engine.door.wait(job))) as messages:
-                            async for message in messages:
-                                yield message
-                    answer = self._openai.answer(job)
-            except RequestError as error:
-                yield with_headers(pack_error(error, path), headers)
-                return
-            async with aclosing(parts_of(answer, path, headers)) as parts:
-                async for part in parts:
-                    yield part
-
     async def stats(self) -> JSON:
         """Return the batcher's statistics, the engine's limits and goals, and the usage since the start."""
         counters = self._engine.stats
@@ -300,20 +252,14 @@ class Engine:
             request = replace(request, facts=replace(facts, output=self._engine.default_output))
         return Job(request)
 
-    def _limited(self, job: Job) -> bool:
-        """Return whether a job may have a quota."""
-        assert job.call is not None
-        return self._accounts.limits(job.call, job.request.quota)
-
-    async def _reserve(self, job: Job) -> None:
-        """Reserve what a job needs of its quotas.
-
-        Raises:
-            RequestError: They don't allow it.
-        """
-        assert job.call is not None
-        await self._accounts.reserve(job.call, job.request.quota, job.facts, self._engine.max_model_len)
-        job.more = partial(self._accounts.reserve_more, job.call, job.request.quota)
+    async def _answer(self, job: Job, answer: Answer) -> None:
+        if job.request.path == GENERATE:
+            body, most = job.request.body, self._max_prompts
+            response = await self._generated(job, lambda: parse_generate(body, max_prompts=most))
+            answer.complete(response.model_dump_json(exclude_unset=True).encode())
+        else:
+            await self._engine.door.admit(job)
+            await run(self._app, job, answer)
 
     async def _generated(self, job: Job, parse: Callable[[], GenerateRequest]) -> GenerateResponse:
         """Return the answer to a call of `/generate`, or of the handle.
@@ -334,23 +280,23 @@ class Engine:
 
     def _check(self, job: Job) -> None:
         """Raise a RequestError for a job that this model doesn't serve, or that is too large for it."""
-        if refusal := self._unserved(job.request.path) or self._openai.refusal(job):
+        most = self._engine.max_tokenize_tokens
+        if refusal := self._unserved(job.request.path) or too_many_ids(job.request, most):
             raise refusal
 
-    async def _completed(self, job: Job) -> bytes:
-        """Return the answer to a call of `/generate`."""
+    def _refusal(self, job: Job) -> RequestError | None:
+        if self._engine.died:
+            return engine_failed()
+        # A call of `/generate` may be `partial`: then a failure is a prompt's.
+        return None if job.request.path == GENERATE else job.failure
 
-        async def run() -> bytes:
-            body, most = job.request.body, self._max_prompts
-            response = await self._generated(job, lambda: parse_generate(body, max_prompts=most))
-            return response.model_dump_json(exclude_unset=True).encode()
+    @property
+    def _died(self) -> bool:
+        return self._engine.died
 
-        message = await answer(run(), job.usage, job.request)
-        return LOST if self._lost(job) else message
-
-    def _lost(self, job: Job) -> bool:
-        """Return whether the engine has died while it had the job; a job that it never had is not suspect."""
-        return self._engine.died and job.usage.ran
+    @property
+    def _context(self) -> int | None:
+        return self._engine.max_model_len
 
     def _unfit(self) -> RequestError | None:
         """Return why no request can be served here; None: they can."""
@@ -370,28 +316,6 @@ class Engine:
         """Write what the ledger has not got yet."""
         self._accounts.flush()
 
-    @contextmanager
-    def _accounted(self, job: Job) -> Iterator[Call]:
-        """Account for a job, and end what is left of it; yield its call."""
-        tokens = job.facts.tokens
-        self._held += tokens
-        call = job.call = self._accounts.open(job.request, job.usage)
-        failure: BaseException | None = None
-        try:
-            yield call
-        except BaseException as raised:
-            # GeneratorExit or CancelledError: the client has left.
-            failure = raised
-            raise
-        finally:
-            self._held -= tokens
-            if job.slot is not None and not job.placed:
-                # The slot of a prompt is given back at the prompt's end, which may come later.
-                job.slot.release(failure or job.failure)
-            call.admitted = job.admitted and job.failure is None
-            call.close("lost" if self._engine.died else "ok")
-            self._telemetry.answered(job.request, job.began, job.usage)
-
     async def check_health(self) -> None:
         """Raise if the engine or its watchdog has died, so that Serve replaces this replica."""
         self._watch.check()
@@ -406,34 +330,26 @@ class Engine:
             engine_watch.stop()
             self._starting.cancel()
             await self._grammars.stop()
-        if watch := getattr(self, "_loop_watch", None):
-            watch.stop()
         if self._turns is not None:
             self._turns.stop()
         if engine := getattr(self, "_engine", None):
             await engine.stop(DRAIN_S)
-        if accounts := getattr(self, "_accounts", None):
-            await accounts.stop()
-        if telemetry := getattr(self, "_telemetry", None):
-            telemetry.stop()
+        await self._close()
 
-    def _engine_metrics(self, meters: Meters) -> Callable[[], None]:
-        engine, model, watch = self._engine, self._id, self._loop_watch
-
-        usage = UsageMetrics(self._accounts.book, self._accounts.ledger, meters, self._tenants)
+    def _metrics(self, meters: Meters) -> Callable[[], None]:
+        counters, shared = self._engine.stats, super()._metrics(meters)
 
         def report() -> None:
-            usage()
-            meters.count(PROMPT_TOKENS, engine.stats.prompt, model)
-            meters.count(OUTPUT_TOKENS, engine.stats.output, model)
-            meters.record(LOOP_HELD, watch.take_longest(), model)
-            engine.stats.flush()
-            engine.check_goals()
-            if (figures := engine.scheduler) is not None:
-                meters.record(STEP_BOUND, figures.bound_s or 0.0, model)
-                meters.count(ROWS_LEFT_OUT, figures.left_out, model)
-                meters.count(ROWS_DISPLACED, figures.displaced, model)
+            shared()
+            meters.count(PROMPT_TOKENS, counters.prompt, self._id)
+            meters.count(OUTPUT_TOKENS, counters.output, self._id)
+            counters.flush()
+            self._engine.check_goals()
+            if (figures := self._engine.scheduler) is not None:
+                meters.record(STEP_BOUND, figures.bound_s or 0.0, self._id)
+                meters.count(ROWS_LEFT_OUT, figures.left_out, self._id)
+                meters.count(ROWS_DISPLACED, figures.displaced, self._id)
                 for part, seconds in figures.step_s:
-                    meters.record(STEP_SECONDS, seconds, model, part)
+                    meters.record(STEP_SECONDS, seconds, self._id, part)
 
         return report

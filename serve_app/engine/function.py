@@ -5,8 +5,8 @@ import importlib
 import inspect
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -15,40 +15,24 @@ from serve_app.api.embeddings import embedding_response, parse_embedding
 from serve_app.api.errors import RequestError
 from serve_app.api.facts import NOTHING
 from serve_app.api.protocol import JSON, ProcessRequest, parse_process
-from serve_app.api.routes import PROCESS
-from serve_app.api.scheduling import Scheduling
-from serve_app.engine.accounts import Accounts
+from serve_app.api.routes import EMBEDDINGS, PROCESS
+from serve_app.engine.answer import Answer
 from serve_app.engine.batch_call import BatchCall, run_records
-from serve_app.engine.replica import (
-    DRAIN_S,
-    answer,
-    parts_of,
-    replica_stats,
-    replica_tag,
-    usage_stats,
-)
-from serve_app.engine.watchdog import LoopWatch
-from serve_app.ledger.calls import Call
-from serve_app.ledger.metrics import UsageMetrics
+from serve_app.engine.job import Job
+from serve_app.engine.replica import DRAIN_S, Replica, replica_stats, usage_stats
 from serve_app.quotas.client import Handle
-from serve_app.relay.frame import pack_error, with_headers
-from serve_app.relay.keepalive import with_keepalive
-from serve_app.relay.request import RelayRequest
-from serve_app.relay.usage import Outcome, RequestUsage, Usage
 from serve_app.settings.models import FunctionSettings
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.telemetry import SILENT, TelemetrySettings
-from serve_app.settings.usage import NO_USAGE, Quota, UsageSettings
-from serve_app.system.serve_logging import flush_warnings
-from serve_app.telemetry.catalogue import LOOP_HELD
-from serve_app.telemetry.engine import EngineTelemetry
-from serve_app.telemetry.meters import Meters
+from serve_app.settings.usage import NO_USAGE, UsageSettings
+from serve_app.wire.request import RelayRequest
+from serve_app.wire.usage import Outcome, Usage
 
 RESULTS_PER_TURN = 32
 """Results that are written as JSON before other tasks get their turn on the event loop."""
 
 
-class FunctionEngine:
+class FunctionEngine(Replica):
     """One copy of a model that is a function: an object with `process(batch)`, and its batcher.
 
     The object is built once, in the constructor. Its `process` takes a list of records and returns as
@@ -75,11 +59,8 @@ class FunctionEngine:
         usage: UsageSettings = NO_USAGE,
         quotas: Handle | None = None,
     ) -> None:
-        flush_warnings()
-        self._id = settings.id
+        self._open(settings.id, telemetry, usage, quotas)
         self._max_records = max_records
-        self._tenants = telemetry.tenants
-        self._accounts = Accounts(settings.id, replica_tag(), usage, quotas)
         self._model = _build(settings)
         self._batcher: DynamicBatcher[Any, Any] = DynamicBatcher(
             self._model.process,
@@ -87,8 +68,7 @@ class FunctionEngine:
             **settings.batcher.arguments(),
         )
         await self._batcher.start()
-        self._loop_watch = LoopWatch().start()
-        self._telemetry = EngineTelemetry(telemetry, settings.id, self._batcher, self._engine_metrics)
+        self._observe(telemetry, self._batcher)
 
     async def process(self, request: ProcessRequest | JSON) -> JSON:
         """Process a list of records.
@@ -106,33 +86,11 @@ class FunctionEngine:
         if not isinstance(request, ProcessRequest):
             request = parse_process(request, max_records=self._max_records)
         scheduling = request.scheduling()
-        relayed = RelayRequest("POST", PROCESS, b"", [], b"", scheduling, source="handle")
-        usage = RequestUsage()
-        with self._accounts.open(relayed, usage) as call:
-            await self._reserve(call)
-            return await self._process(request, scheduling, usage)
-
-    async def relay(self, request: RelayRequest) -> AsyncGenerator[bytes, None]:
-        """Answer an HTTP request, as relay messages."""
-        usage = RequestUsage()
-        if request.path == "/v1/embeddings":
-            body = self._answer_embeddings(request, usage)
-        else:
-            body = self._answer_process(request, usage)
-        with self._accounts.open(request, usage) as call:
-            try:
-                await self._reserve(call, request.quota)
-            except RequestError as error:
-                body.close()
-                yield with_headers(
-                    pack_error(error, request.path), self._accounts.headers(call, request.quota)
-                )
-                return
-            headers = self._accounts.headers(call, request.quota)
-            messages = with_keepalive(answer(body, usage, request))
-            async with aclosing(parts_of(messages, request.path, headers)) as parts:
-                async for part in parts:
-                    yield part
+        job = self._job(RelayRequest("POST", PROCESS, b"", [], b"", scheduling, source="handle"))
+        with self._accounted(job):
+            if self._limited(job):
+                await self._reserve(job)
+            return await self._process(request, job)
 
     async def stats(self) -> JSON:
         """Return the batcher's statistics, and the usage since the start."""
@@ -152,45 +110,28 @@ class FunctionEngine:
     async def __del__(self) -> None:
         if batcher := getattr(self, "_batcher", None):
             await batcher.stop(timeout=DRAIN_S)
-        if accounts := getattr(self, "_accounts", None):
-            await accounts.stop()
-        if watch := getattr(self, "_loop_watch", None):
-            watch.stop()
-        if telemetry := getattr(self, "_telemetry", None):
-            telemetry.stop()
+        await self._close()
 
-    def _engine_metrics(self, meters: Meters) -> Callable[[], None]:
-        usage = UsageMetrics(self._accounts.book, self._accounts.ledger, meters, self._tenants)
+    def _job(self, request: RelayRequest) -> Job:
+        # Records are no tokens: a call counts as one request.
+        return Job(replace(request, facts=NOTHING))
 
-        def report() -> None:
-            usage()
-            meters.record(LOOP_HELD, self._loop_watch.take_longest(), self._id)
+    async def _answer(self, job: Job, answer: Answer) -> None:
+        body = job.request.body
+        if job.request.path == EMBEDDINGS:
+            texts = parse_embedding(body, max_texts=self._max_records)
+            call = BatchCall("input", partial=False)
+            tickets = await self._run(texts.input, job, call)
+            vectors = [ticket.result() for ticket in tickets if ticket is not None]
+            response = embedding_response(texts, self._id, vectors, job.usage.cost)
+            answer.complete(await _json(response, "data"))
+        else:
+            records = parse_process(body, max_records=self._max_records)
+            answer.complete(await _json(await self._process(records, job), "results"))
 
-        return report
-
-    async def _reserve(self, call: Call, quota: Quota | None = None) -> None:
-        """Reserve a call: its records are no tokens, it counts as one request.
-
-        Raises:
-            RequestError: Its quotas don't allow it.
-        """
-        if self._accounts.limits(call, quota):
-            await self._accounts.reserve(call, quota, NOTHING, None)
-
-    async def _answer_process(self, relayed: RelayRequest, usage: RequestUsage) -> bytes:
-        request = parse_process(relayed.body, max_records=self._max_records)
-        return await _json(await self._process(request, relayed.scheduling_now(), usage), "results")
-
-    async def _answer_embeddings(self, relayed: RelayRequest, usage: RequestUsage) -> bytes:
-        request = parse_embedding(relayed.body, max_texts=self._max_records)
-        call = BatchCall("input", partial=False)
-        tickets = await self._run(request.input, relayed.scheduling_now(), call, usage)
-        vectors = [ticket.result() for ticket in tickets if ticket is not None]
-        return await _json(embedding_response(request, self._id, vectors, usage.cost), "data")
-
-    async def _process(self, request: ProcessRequest, scheduling: Scheduling, usage: RequestUsage) -> JSON:
+    async def _process(self, request: ProcessRequest, job: Job) -> JSON:
         call = BatchCall("records", partial=request.partial)
-        tickets = await self._run(request.records, scheduling, call, usage)
+        tickets = await self._run(request.records, job, call)
         response: JSON = {
             "results": [None if ticket is None else ticket.result() for ticket in tickets],
             "task_id": request.task_id,
@@ -199,14 +140,12 @@ class FunctionEngine:
             response["errors"] = [error.model_dump() for error in call.errors]
         return response
 
-    async def _run(
-        self, records: Sequence[Any], scheduling: Scheduling, call: BatchCall, usage: RequestUsage
-    ) -> list[Entry[Any] | None]:
+    async def _run(self, records: Sequence[Any], job: Job, call: BatchCall) -> list[Entry[Any] | None]:
         """Run the records of a call, and count the cost of those that have a result."""
         began = time.monotonic()
         outcome: Outcome = "failed"
         try:
-            tickets = await run_records(self._batcher, records, scheduling, call)
+            tickets = await run_records(self._batcher, records, job.scheduling, call)
             outcome = "ok"
             return tickets
         except asyncio.CancelledError:
@@ -217,7 +156,7 @@ class FunctionEngine:
             if done:
                 cost = sum(ticket.cost for ticket in done)
                 # The time in the engine is that from the submission: a batch has a wait as a whole.
-                usage.add(Usage(began, began, time.monotonic(), outcome=outcome, cost=cost))
+                job.usage.add(Usage(began, began, time.monotonic(), outcome=outcome, cost=cost))
 
 
 def _has_result(ticket: Entry[Any]) -> bool:

@@ -10,11 +10,11 @@ from batcher import Slot
 from serve_app.api.errors import RequestError
 from serve_app.api.facts import Facts
 from serve_app.api.scheduling import Scheduling
+from serve_app.engine.answer import StreamTokens
 from serve_app.engine.grammars import Grammar
 from serve_app.ledger.calls import Call
-from serve_app.relay.request import RelayRequest
-from serve_app.relay.resume import StreamTokens
-from serve_app.relay.usage import RequestUsage
+from serve_app.wire.request import RelayRequest
+from serve_app.wire.usage import RequestUsage
 
 WAITING = 16
 """Prompts of a job that wait to start at once: more would take the queue from the jobs of others."""

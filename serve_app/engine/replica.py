@@ -1,25 +1,36 @@
-"""Parts that the replicas of every kind of model share."""
+"""What the replicas of every kind of model share: the way of a call, and the entry in `/stats`."""
 
 import logging
 import os
-from collections.abc import AsyncGenerator, Awaitable, Sequence
-from contextlib import aclosing
-from functools import reduce
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from functools import partial, reduce
 from typing import Any
 
 import ray
 from ray import serve
 from ray.serve.exceptions import RayServeException
 
-from batcher import BatchStats, ContinuousStats
+from batcher import BatchStats, ContinuousBatcher, ContinuousStats, DynamicBatcher
 from serve_app.api.errors import FAULT, RequestError, internal_error
 from serve_app.api.headers import request_id
 from serve_app.api.protocol import JSON
+from serve_app.engine.accounts import Accounts
+from serve_app.engine.answer import Answer
+from serve_app.engine.job import Job
+from serve_app.engine.watchdog import LoopWatch
 from serve_app.ledger.calls import OTHER, CallBook, Sums
-from serve_app.relay.frame import KEEP_ALIVE, Head, pack, pack_error, split, with_headers
-from serve_app.relay.request import RelayRequest
-from serve_app.relay.usage import RequestUsage
+from serve_app.ledger.metrics import UsageMetrics
+from serve_app.quotas.client import Handle
+from serve_app.settings.telemetry import TelemetrySettings
+from serve_app.settings.usage import UsageSettings
 from serve_app.stats import replica_body
+from serve_app.system.serve_logging import flush_warnings
+from serve_app.telemetry.catalogue import LOOP_HELD
+from serve_app.telemetry.engine import EngineTelemetry
+from serve_app.telemetry.meters import Meters
+from serve_app.wire.frame import pack
+from serve_app.wire.request import RelayRequest
 
 logger = logging.getLogger("ray.serve")
 
@@ -27,40 +38,168 @@ DRAIN_S = 30.0
 """Seconds that a replica which stops gives to the requests that it has admitted."""
 
 
-async def answer(body: Awaitable[bytes], usage: RequestUsage, request: RelayRequest) -> bytes:
-    """Return a complete answer as one relay message: the JSON that `body` gives, or its error.
+class Replica:
+    """A replica of a model: accounts, quotas and answers, whatever runs the model.
 
-    Args:
-        body: Makes the JSON.
-        usage: Filled meanwhile.
-        request: The request.
+    A subclass calls `_open` when it begins to start, and `_observe` once it has a batcher.
     """
-    try:
-        content = await body
-    except RequestError as error:
-        return pack_error(error, usage=usage)
-    except Exception as error:
-        logger.exception(FAULT, request_id(request.headers), request.path)
-        return pack_error(internal_error(error), usage=usage)
-    return pack(head=Head(200, [(b"content-type", b"application/json")]), body=content, usage=usage)
 
+    _held = 0
+    """Tokens of the calls that this replica answers, as their callers estimate them."""
 
-async def parts_of(
-    answer: AsyncGenerator[bytes, None], path: str, headers: list[tuple[bytes, bytes]]
-) -> AsyncGenerator[bytes, None]:
-    """Yield the relay messages of an answer as they are sent: with more headers, and none too large for gRPC.
+    def _open(
+        self, model: str, telemetry: TelemetrySettings, usage: UsageSettings, quotas: Handle | None
+    ) -> None:
+        """Open the accounts.
 
-    Args:
-        answer: The messages.
-        path: The route.
-        headers: The headers to add.
-    """
-    async with aclosing(answer) as messages:
-        async for message in messages:
-            if headers and message != KEEP_ALIVE:
-                message, headers = with_headers(message, headers), []
-            for part in split(message, path):
-                yield part
+        Args:
+            model: Id of the model.
+            telemetry: What is measured and logged.
+            usage: Accounting of the calls, and the quotas of tenants.
+            quotas: The handle of the Quotas deployment; None: there is none.
+        """
+        flush_warnings()
+        self._id = model
+        self._tenants = telemetry.tenants
+        self._accounts = Accounts(model, replica_tag(), usage, quotas)
+
+    def _observe(
+        self, telemetry: TelemetrySettings, batcher: ContinuousBatcher | DynamicBatcher[Any, Any]
+    ) -> None:
+        """Begin to measure."""
+        self._loop_watch = LoopWatch().start()
+        self._telemetry = EngineTelemetry(telemetry, self._id, batcher, self._metrics)
+
+    async def _close(self) -> None:
+        """Write what is left, as far as the replica has been built."""
+        if watch := getattr(self, "_loop_watch", None):
+            watch.stop()
+        if accounts := getattr(self, "_accounts", None):
+            await accounts.stop()
+        if telemetry := getattr(self, "_telemetry", None):
+            telemetry.stop()
+
+    # What a subclass decides
+
+    async def _answer(self, job: Job, answer: Answer) -> None:
+        """Make the answer to a job that its quotas allow.
+
+        Raises:
+            RequestError: The job can't be served.
+        """
+        raise NotImplementedError
+
+    def _job(self, request: RelayRequest) -> Job:
+        """Return a new job."""
+        return Job(request)
+
+    def _check(self, job: Job) -> None:
+        """Raise a RequestError for a job that needs no quota to be refused."""
+
+    def _refusal(self, job: Job) -> RequestError | None:
+        """Return why a job has failed, whatever its answer says; None: it hasn't."""
+        return None
+
+    def _lost(self, job: Job) -> bool:
+        """Return whether the engine has died while it had the job; a job that it never had is not suspect."""
+        return self._died and job.admitted
+
+    @property
+    def _died(self) -> bool:
+        """Whether the engine has died."""
+        return False
+
+    @property
+    def _context(self) -> int | None:
+        """Context of the model, in tokens; None: it has none."""
+        return None
+
+    def _metrics(self, meters: Meters) -> Callable[[], None]:
+        """Return a job of the telemetry, which is called once a second."""
+        usage = UsageMetrics(self._accounts.book, self._accounts.ledger, meters, self._tenants)
+
+        def report() -> None:
+            usage()
+            meters.record(LOOP_HELD, self._loop_watch.take_longest(), self._id)
+
+        return report
+
+    # The way of a call
+
+    async def relay(self, request: RelayRequest) -> AsyncGenerator[bytes, None]:
+        """Answer an HTTP request, as messages."""
+        job = self._job(request)
+        answer = Answer(request, job.usage, refusal=lambda: self._refusal(job), lost=lambda: self._lost(job))
+        with self._accounted(job):
+            async with aclosing(answer.pieces(self._make(job, answer))) as pieces:
+                async for piece in pieces:
+                    for message in pack(piece, request.path):
+                        yield message
+
+    async def _make(self, job: Job, answer: Answer) -> None:
+        """Make the answer to a job, or its error."""
+        try:
+            self._check(job)
+            if self._limited(job):
+                try:
+                    await self._reserve(job)
+                finally:
+                    assert job.call is not None
+                    answer.headers = self._accounts.headers(job.call)
+            await self._answer(job, answer)
+        except RequestError as error:
+            answer.fail(error)
+        except Exception as error:
+            if answer.ended:
+                # A failure behind the answer is not the answer's.
+                return
+            # Logged with its stack below.
+            job.fault = job.fault or error
+            if not self._died and not answer.fail(job.failure or internal_error(error)):
+                raise
+        finally:
+            if job.fault is not None and not self._died:
+                id = request_id(job.request.headers)
+                logger.error(FAULT, id, job.request.path, exc_info=job.fault)
+            # Its frames hold what the request holds, a slot of the batcher among it.
+            job.fault = None
+
+    def _limited(self, job: Job) -> bool:
+        """Return whether a job may have a quota."""
+        assert job.call is not None
+        return self._accounts.limits(job.call)
+
+    async def _reserve(self, job: Job) -> None:
+        """Reserve what a job needs of its quotas.
+
+        Raises:
+            RequestError: They don't allow it.
+        """
+        assert job.call is not None
+        await self._accounts.reserve(job.call, self._context)
+        job.more = partial(self._accounts.reserve_more, job.call)
+
+    @contextmanager
+    def _accounted(self, job: Job) -> Iterator[None]:
+        """Account for a job, and end what is left of it."""
+        tokens = job.facts.tokens
+        self._held += tokens
+        call = job.call = self._accounts.open(job.request, job.usage)
+        failure: BaseException | None = None
+        try:
+            yield
+        except BaseException as raised:
+            # GeneratorExit or CancelledError: the client has left.
+            failure = raised
+            raise
+        finally:
+            self._held -= tokens
+            if job.slot is not None and not job.placed:
+                # The slot of a prompt is given back at the prompt's end, which may come later.
+                job.slot.release(failure or job.failure)
+            call.admitted = job.admitted and job.failure is None
+            call.close("lost" if self._died else "ok")
+            self._telemetry.answered(job.request, job.began, job.usage)
 
 
 def replica_tag() -> str:

@@ -18,7 +18,7 @@ from serve_app.ingress.body import HeldBody, refuse_encoding, small_body
 from serve_app.ingress.context import context_of
 from serve_app.ingress.relay import TRIES, EngineCall, Relay, RelayResponse
 from serve_app.ingress.status import BATCHES, deployment_stats
-from serve_app.relay.request import RelayRequest
+from serve_app.wire.request import RelayRequest
 
 ROUTES = {
     "/v1/files": {"GET": "The files.", "POST": "Upload a file."},

@@ -16,6 +16,7 @@ from serve_app.ingress.body import BodyBudget, HeldBody
 from serve_app.ingress.http10 import TooLargeError, WholeAnswer
 from serve_app.ingress.pages import wants_page, with_slash
 from serve_app.telemetry.request_tracker import RequestTracker, TrackedRequest
+from serve_app.wire.frame import is_event_stream
 
 RATE_LIMIT_HEADERS = tuple(
     f"x-ratelimit-{value}-{kind}"
@@ -69,10 +70,7 @@ class RequestContext(TrackedRequest):
         """Note a message of the answer."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            self.streams = any(
-                name == b"content-type" and value.startswith(b"text/event-stream")
-                for name, value in message.get("headers", ())
-            )
+            self.streams = is_event_stream(message.get("headers", ()))
             return
         if not self.first_at:
             self.first_at = time.monotonic()

@@ -34,13 +34,13 @@ from serve_app.ingress.relay import Relay, RelayResponse
 from serve_app.ingress.status import BATCHES, QUOTAS, Health, Status, Waker, deployment_stats
 from serve_app.ledger.callers import LostCalls
 from serve_app.quotas.client import Handle
-from serve_app.relay.request import RelayRequest
 from serve_app.settings.schema import Settings
 from serve_app.system.cpu_scheduling import RELAY_NICE, use_batch_scheduling
 from serve_app.system.garbage_collection import collect_rarely
 from serve_app.system.serve_logging import flush_warnings
 from serve_app.telemetry.ingress import IngressTelemetry
 from serve_app.telemetry.request_tracker import with_request_id
+from serve_app.wire.request import RelayRequest
 
 logger = logging.getLogger("ray.serve")
 

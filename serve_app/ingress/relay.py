@@ -39,11 +39,9 @@ from serve_app.api.headers import request_id
 from serve_app.ingress.body import look
 from serve_app.ingress.context import RequestContext, context_of
 from serve_app.ingress.resume import ResumableStream, UnresumableError
-from serve_app.relay.events import error_event
-from serve_app.relay.frame import KEEP_ALIVE, Head, Piece, unpack
-from serve_app.relay.keepalive import KEEPALIVE_S
-from serve_app.relay.request import RelayRequest
 from serve_app.system import cancellation
+from serve_app.wire.frame import KEEP_ALIVE, KEEPALIVE_S, Head, Piece, error_event, unpack
+from serve_app.wire.request import RelayRequest
 
 logger = logging.getLogger("ray.serve")
 
@@ -241,7 +239,7 @@ class EngineCall:
         if self._timer is None and not self._ended:
             self._arm()
         try:
-            while (message := await anext(self._messages)) == KEEP_ALIVE:
+            while (piece := unpack(await anext(self._messages))) is KEEP_ALIVE:
                 self._heard = self._begun = True
         except (asyncio.CancelledError, Exception) as error:
             if cancellation.is_own():
@@ -256,7 +254,6 @@ class EngineCall:
         finally:
             self._reading = False
         self._heard = self._begun = True
-        piece = unpack(message)
         if piece.lost:
             raise EngineLostError
         return piece
@@ -511,14 +508,10 @@ class RelayResponse(Response):
                 await response(scope, receive, send)
             return
         context = context_of(scope)
-        headers = head.headers
-        if piece.usage is not None and not any(name.lower() == b"content-length" for name, _ in headers):
-            # Clients of HTTP/1.0 can't read chunks.
-            headers = [*headers, (b"content-length", str(len(piece.body)).encode())]
         if self._started:
             context.status = head.status
         else:
-            await send({"type": "http.response.start", "status": head.status, "headers": headers})
+            await send({"type": "http.response.start", "status": head.status, "headers": head.headers})
         if piece.usage is not None:
             _keep_usage(context, piece)
             await send({"type": "http.response.body", "body": piece.body, "more_body": False})

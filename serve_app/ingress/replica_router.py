@@ -12,7 +12,7 @@ from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, Reque
 
 from serve_app.api.facts import facts_of_call
 from serve_app.ingress.replica_choice import Charge, ReplicaChoice, ReplicaState
-from serve_app.relay.request import RelayRequest
+from serve_app.wire.request import RelayRequest
 
 
 class EngineRouter(FIFOMixin, RequestRouter):

@@ -6,10 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from serve_app.ingress.body import HeldBody
-from serve_app.relay.events import DONE
-from serve_app.relay.frame import Piece
-from serve_app.relay.request import RelayRequest
-from serve_app.relay.resume import ResumeMode
+from serve_app.wire.frame import DONE, Piece, ResumeMode
+from serve_app.wire.request import RelayRequest
 
 MAX_KEPT_BYTES = 1 << 20
 """Most bytes that are kept of a stream; a longer one can't go on elsewhere."""

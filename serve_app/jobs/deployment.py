@@ -13,12 +13,12 @@ from serve_app.api.protocol import JSON
 from serve_app.auth.key_store import KeyStore
 from serve_app.ingress.status import Health
 from serve_app.ledger.callers import LostCalls
-from serve_app.relay.request import RelayRequest
 from serve_app.settings.batches import BatchesSettings
 from serve_app.settings.schema import Settings
 from serve_app.system.cpu_scheduling import BACKGROUND_NICE, use_batch_scheduling
 from serve_app.system.garbage_collection import collect_rarely
 from serve_app.system.serve_logging import flush_warnings
+from serve_app.wire.request import RelayRequest
 
 logger = logging.getLogger("ray.serve")
 

@@ -35,10 +35,10 @@ from serve_app.ingress.status import Health, Waker, replica_stats
 from serve_app.jobs.pacing import EngineLoad, engine_load
 from serve_app.jobs.rows import QuotaError, RowAnswer
 from serve_app.ledger.callers import LostCalls
-from serve_app.relay.frame import Head
-from serve_app.relay.request import RelayRequest
 from serve_app.settings.schema import Settings
 from serve_app.stats import ReplicaStats
+from serve_app.wire.frame import Head
+from serve_app.wire.request import RelayRequest
 
 logger = logging.getLogger("ray.serve")
 

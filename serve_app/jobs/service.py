@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.auth.key_store import KeyStore
+from serve_app.engine.answer import Answer
 from serve_app.jobs.batches import BatchRunner
 from serve_app.jobs.content import Content, Contents, DiskContent
 from serve_app.jobs.db import Database, Postgres
@@ -27,15 +28,15 @@ from serve_app.jobs.routes import BatchAPI
 from serve_app.jobs.rows import BatchClient
 from serve_app.jobs.storage import delete_noted
 from serve_app.jobs.store import Store
-from serve_app.relay.asgi import run_app
-from serve_app.relay.request import RelayRequest
-from serve_app.relay.upload import Uploads
-from serve_app.relay.usage import RequestUsage
+from serve_app.jobs.upload import Uploads
 from serve_app.settings.batches import BatchesSettings
 from serve_app.stats import BatchesStats, RowCounts
 from serve_app.telemetry import catalogue
 from serve_app.telemetry.faults import FaultCount
 from serve_app.telemetry.meters import Meters
+from serve_app.wire.frame import pack
+from serve_app.wire.request import RelayRequest
+from serve_app.wire.usage import RequestUsage
 
 logger = logging.getLogger("ray.serve")
 
@@ -192,17 +193,19 @@ class BatchService:
         return cls(settings, store, content, client, models, keys)
 
     async def relay(self, request: RelayRequest) -> AsyncGenerator[bytes, None]:
-        """Answer an HTTP request, as relay messages."""
+        """Answer an HTTP request, as messages."""
         upload = await self.uploads.open(request.upload) if request.upload else None
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             scope[SCHEDULING] = request.scheduling
             await self._app(scope, receive, send)
 
+        answer = Answer(request, RequestUsage(), body=upload.receive if upload else None)
         try:
-            async with aclosing(run_app(app, request, usage=RequestUsage(), upload=upload)) as messages:
-                async for message in messages:
-                    yield message
+            async with aclosing(answer.pieces(answer.run(app))) as pieces:
+                async for piece in pieces:
+                    for message in pack(piece, request.path):
+                        yield message
         finally:
             if upload is not None:
                 await self.uploads.close(request.upload)

@@ -3,9 +3,9 @@
 import asyncio
 
 from serve_app.ledger.writer import Writer, new_book
-from serve_app.relay.request import RelayRequest
-from serve_app.relay.usage import RequestUsage
 from serve_app.settings.usage import UsageSettings
+from serve_app.wire.request import RelayRequest
+from serve_app.wire.usage import RequestUsage
 
 PREFIX = "caller-"
 """Beginning of the names of callers in the ledger."""

@@ -12,8 +12,8 @@ from typing import NamedTuple, Protocol, Self
 from serve_app.api.headers import request_id
 from serve_app.api.scheduling import tier
 from serve_app.ledger.rows import LedgerRow, utc
-from serve_app.relay.request import RelayRequest
-from serve_app.relay.usage import Outcome, RequestUsage, worst
+from serve_app.wire.request import RelayRequest
+from serve_app.wire.usage import Outcome, RequestUsage, worst
 
 MAX_ENDED = 50_000
 """Most ended calls that wait for the writer; the rows of further calls are dropped."""

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import NamedTuple
 
-from serve_app.relay.request import Source
-from serve_app.relay.usage import Outcome
 from serve_app.settings.usage import PriceSettings, UsageSettings
+from serve_app.wire.request import Source
+from serve_app.wire.usage import Outcome
 
 FILE = "prices.json"
 """Name of the file with the prices in a ledger."""

@@ -4,8 +4,8 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from serve_app.relay.request import Source
-from serve_app.relay.usage import Outcome
+from serve_app.wire.request import Source
+from serve_app.wire.usage import Outcome
 
 
 class LedgerRow(msgspec.Struct, kw_only=True, frozen=True):

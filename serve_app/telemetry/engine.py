@@ -4,14 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 from batcher import ContinuousBatcher, DynamicBatcher
-from serve_app.relay.request import RelayRequest
-from serve_app.relay.usage import RequestUsage
 from serve_app.settings.telemetry import TelemetrySettings
 from serve_app.telemetry.batchers import BatcherMetrics, metrics_of
 from serve_app.telemetry.faults import FaultCount
 from serve_app.telemetry.meters import Meters
 from serve_app.telemetry.reporter import Reporter
 from serve_app.telemetry.tenants import TenantLabels
+from serve_app.wire.request import RelayRequest
+from serve_app.wire.usage import RequestUsage
 
 
 class EngineTelemetry:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from serve_app.api.headers import Headers, request_id
 from serve_app.api.scheduling import Scheduling
-from serve_app.relay.usage import RequestUsage
+from serve_app.wire.usage import RequestUsage
 
 RequestOutcome = Literal["ok", "refused", "rejected", "expired", "failed", "cancelled"]
 

@@ -14,12 +14,12 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from serve_app.api.headers import Headers
-from serve_app.relay.request import RelayRequest
-from serve_app.relay.usage import RequestUsage, Usage
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.telemetry import TraceSettings
 from serve_app.system.extras import extra
 from serve_app.telemetry.request_tracker import QUIET, TrackedRequest
+from serve_app.wire.request import RelayRequest
+from serve_app.wire.usage import RequestUsage, Usage
 
 W3C = TraceContextTextMapPropagator()
 CONTEXT = (b"traceparent", b"tracestate")

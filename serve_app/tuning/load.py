@@ -12,10 +12,10 @@ from typing import Any, Literal, NamedTuple, Self
 from batcher.stats import percentiles
 from serve_app.api.protocol import JSON
 from serve_app.client import ServiceError
-from serve_app.relay.usage import Tokens
 from serve_app.tuning.goals import METRICS, Goal, Metric
 from serve_app.tuning.service import TOKENS, LoadAnswer, LoadRequest, ModelFacts, Service
 from serve_app.tuning.workload import Arrival, TokenLengths
+from serve_app.wire.usage import Tokens
 
 Loop = Literal["open", "closed"]
 

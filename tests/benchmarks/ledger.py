@@ -10,7 +10,7 @@ from pathlib import Path
 
 from serve_app.ledger.calls import CallBook
 from serve_app.ledger.writer import Ledger
-from serve_app.relay.usage import RequestUsage, Tokens
+from serve_app.wire.usage import RequestUsage, Tokens
 from tests.benchmarks import command
 from tests.serve_app.ledger.crashing import request_of
 

@@ -11,8 +11,8 @@ import time
 
 from serve_app.api.facts import Facts
 from serve_app.engine.accounts import Accounts
-from serve_app.relay.usage import RequestUsage, Tokens
 from serve_app.settings.usage import Quota, QuotasSettings, UsageSettings
+from serve_app.wire.usage import RequestUsage, Tokens
 from tests.benchmarks import command
 from tests.serve_app.ledger.crashing import FakeSequence, request_of
 from tests.serve_app.quotas.fleet import QuotasHandle
@@ -28,12 +28,12 @@ RATE_S = 0.001
 async def call(accounts: Accounts, tenant: str) -> float:
     """Make a call from its door to its end; return the seconds of CPU that it took."""
     began = time.perf_counter()
-    request = request_of(tenant, key="ada")
+    request = request_of(tenant, key="ada", facts=FACTS)
     usage = RequestUsage()
     with accounts.open(request, usage) as made:
-        if accounts.limits(made, None):
-            await accounts.reserve(made, None, FACTS, 4096)
-            accounts.headers(made, None)
+        if accounts.limits(made):
+            await accounts.reserve(made, 4096)
+            accounts.headers(made)
         slot = usage.begin()
         slot.count(FakeSequence(Tokens(64, 0, 64)))
         slot.end()

@@ -14,11 +14,12 @@ from typing import Any
 from serve_app.api.facts import Facts
 from serve_app.api.routes import TOKENIZING
 from serve_app.engine.deployment import Engine
-from serve_app.relay.frame import KEEP_ALIVE, unpack
-from serve_app.relay.request import RelayRequest
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.sources import DEMO_MODEL
+from serve_app.wire.frame import unpack
+from serve_app.wire.request import RelayRequest
 from tests.progress import STILL_S
+from tests.serve_app.answers import KEEP_ALIVE
 
 CONTEXT = 1024
 KV_BYTES = 256 << 20

@@ -17,8 +17,8 @@ from serve_app.api.facts import inspect
 from serve_app.api.routes import GENERATE, MOVED
 from serve_app.api.scheduling import Scheduling
 from serve_app.engine.deployment import Engine
-from serve_app.relay.request import RelayRequest
 from serve_app.settings.ingress import IngressSettings
+from serve_app.wire.request import RelayRequest
 from tests.e2e.admitted_work import answer, report, started
 from tests.e2e.fuzz_requests import ROUTES, TELLING, bounded
 from tests.e2e.hostile_requests import FAIL_IN_ENGINE, OWN, TARGETED

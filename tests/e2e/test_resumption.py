@@ -12,8 +12,8 @@ import asyncio, json, sys
 import ray
 from ray import serve
 from serve_app.ingress.resume import Splice
-from serve_app.relay.frame import unpack
-from serve_app.relay.request import RelayRequest
+from serve_app.wire.frame import unpack
+from serve_app.wire.request import RelayRequest
 
 # Tokens that are produced faster than they are read travel together: a short answer may have no seam.
 TRIES = 20

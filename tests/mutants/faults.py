@@ -12,7 +12,7 @@ _FOLDERS = ("ingress", "engine", "jobs", "quotas", "dataset", "settings", "api",
 ROOMS = {
     "batcher": ("batcher/",),
     **{room: (f"serve_app/{room}/",) for room in (*_FOLDERS, "cli", "system", "telemetry")},
-    "wire": ("serve_app/relay/", "serve_app/wire/"),
+    "wire": ("serve_app/wire/",),
 }
 """The folders of each room, with a slash at their ends."""
 

@@ -16,7 +16,7 @@ ORDER = [
     {"engine"},
     {"ledger", "quotas", "turns"},
     {"auth", "telemetry"},
-    {"relay"},
+    {"wire"},
     {"settings"},
     {"simulation"},
     {"client"},

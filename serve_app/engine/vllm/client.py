@@ -27,8 +27,8 @@ from serve_app.engine.vllm.resume import go_on, resume_mode
 from serve_app.engine.vllm.sampler_bounds import bound_seed, oversize
 from serve_app.engine.vllm.scheduler import GOALS
 from serve_app.engine.vllm.stats import CountedLLM, CountedPrompt
-from serve_app.relay.resume import to_ids
 from serve_app.settings.models import GoalSettings
+from serve_app.wire.frame import to_ids
 
 if TYPE_CHECKING:
     from serve_app.engine.vllm.lora import Adapters

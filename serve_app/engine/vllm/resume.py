@@ -13,7 +13,7 @@ from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
-from serve_app.relay.resume import ResumeMode
+from serve_app.wire.frame import ResumeMode
 
 GREEDY = 1e-5
 """Below this temperature vLLM draws nothing and takes the likeliest token."""

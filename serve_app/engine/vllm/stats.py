@@ -24,11 +24,11 @@ from batcher import Slot
 from serve_app.api.scheduling import Scheduling
 from serve_app.engine.vllm.scheduler import take_figures
 from serve_app.ledger.calls import CallBook
-from serve_app.relay.request import RelayRequest
-from serve_app.relay.usage import Outcome, RequestUsage, Tokens, Usage
 from serve_app.stats import SchedulerFigures, StepSeconds
 from serve_app.telemetry.catalogue import Metric
 from serve_app.telemetry.histogram import Histogram, Instrument
+from serve_app.wire.request import RelayRequest
+from serve_app.wire.usage import Outcome, RequestUsage, Tokens, Usage
 
 logger = logging.getLogger("ray.serve")
 

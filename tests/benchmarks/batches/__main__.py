@@ -16,10 +16,10 @@ from batcher.stats import percentiles
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.jobs.service import BatchService
-from serve_app.relay.frame import unpack
-from serve_app.relay.request import RelayRequest
 from serve_app.settings.batches import BatchesSettings
 from serve_app.system.garbage_collection import collect_rarely
+from serve_app.wire.frame import unpack
+from serve_app.wire.request import RelayRequest
 from tests.benchmarks import command
 from tests.benchmarks.batches.engines import MODEL, Handle, client_of
 from tests.benchmarks.command import above_0, positive

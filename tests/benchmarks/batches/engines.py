@@ -9,9 +9,9 @@ from pydantic_core import to_json
 
 from serve_app.api.protocol import JSON
 from serve_app.jobs.engines import EngineClient
-from serve_app.relay.frame import Head
-from serve_app.relay.request import RelayRequest
 from serve_app.settings.schema import parse
+from serve_app.wire.frame import Head
+from serve_app.wire.request import RelayRequest
 from tests.serve_app.answers import complete
 from tests.serve_app.ingress.engine_doubles import Answer
 

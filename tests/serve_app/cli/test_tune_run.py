@@ -14,10 +14,10 @@ from serve_app.cli.dashboard import Dashboard
 from serve_app.cli.tune_config import RunningConfig
 from serve_app.cli.tune_run import STEPS_DOWN
 from serve_app.client import ServiceError
-from serve_app.relay.usage import Tokens
 from serve_app.tuning.load import LoadLevel, LoadStep
 from serve_app.tuning.service import ModelFacts
 from serve_app.tuning.tuner import MARGIN, LoneMissError
+from serve_app.wire.usage import Tokens
 from tests.progress import STILL_S
 from tests.serve_app.cli.instant_load import QUESTION, Bench
 

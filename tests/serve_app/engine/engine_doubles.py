@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +13,14 @@ from serve_app.api.errors import RequestError
 from serve_app.api.facts import Facts
 from serve_app.api.scheduling import Scheduling
 from serve_app.engine.adapters import AdapterSlots
+from serve_app.engine.answer import Answer
 from serve_app.engine.door import GRAMMAR, STARTING, Door, EngineLanes
 from serve_app.engine.grammars import Grammar, GrammarCheck
 from serve_app.engine.job import Job, current
-from serve_app.relay.request import RelayRequest
+from serve_app.engine.openai import run
+from serve_app.engine.replica import Replica
+from serve_app.wire.frame import KEEP_ALIVE, Piece
+from serve_app.wire.request import RelayRequest
 from tests.batcher.virtual import now
 
 BLOCK = 16
@@ -217,6 +221,32 @@ class PlayedEngine:
     max_num_batched_tokens: int = 2048
     load_s: float = 7.0
     adapters: PlayedAdapters = field(default_factory=PlayedAdapters)
+
+
+class PlayedReplica(Replica):
+    """A replica whose jobs are past their door: vLLM's application, or its double, answers.
+
+    Args:
+        app: The application.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self.engine = PlayedEngine()
+
+    async def answer(self, job: Job) -> AsyncGenerator[Piece, None]:
+        """Yield the pieces of the answer to a job, without keep-alives."""
+        answer = Answer(job.request, job.usage, refusal=lambda: job.failure, lost=lambda: self.engine.died)
+        async with aclosing(answer.pieces(self._make(job, answer))) as pieces:
+            async for piece in pieces:
+                if piece is not KEEP_ALIVE:
+                    yield piece
+
+    async def _answer(self, job: Job, answer: Answer) -> None:
+        await run(self._app, job, answer)
+
+    def _limited(self, job: Job) -> bool:
+        return False
 
 
 def failing(status: int = 500, *, seen: Callable[[Job], object] = lambda job: None) -> Any:

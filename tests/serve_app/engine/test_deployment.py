@@ -19,15 +19,15 @@ from serve_app.engine.accounts import BY_QUOTA, Accounts
 from serve_app.engine.deployment import Engine
 from serve_app.engine.door import Door
 from serve_app.engine.job import Job, current
-from serve_app.engine.openai import OpenAI
 from serve_app.ledger.rows import LedgerRow
-from serve_app.relay.frame import KEEP_ALIVE, LOST, MAX_BODY_BYTES, Piece, unpack
-from serve_app.relay.request import RelayRequest
-from serve_app.relay.usage import Tokens
 from serve_app.settings.telemetry import SILENT
 from serve_app.settings.usage import NO_USAGE, Quota, QuotasSettings, UsageSettings
 from serve_app.telemetry.engine import EngineTelemetry
+from serve_app.wire.frame import MAX_BODY_BYTES, Piece, unpack
+from serve_app.wire.request import RelayRequest
+from serve_app.wire.usage import Tokens
 from tests.batcher.virtual import blocked, now, virtual
+from tests.serve_app.answers import KEEP_ALIVE, LOST
 from tests.serve_app.engine.engine_doubles import (
     BLOCK,
     FACTS,
@@ -119,7 +119,7 @@ class Served:
         parts._telemetry = EngineTelemetry(SILENT, "demo", site.batcher)
         parts._id = "demo"
         parts._max_prompts = 10
-        parts._openai = OpenAI(app, parts._engine)
+        parts._app = app
         parts._routes = {REQUEST.path, "/v1/responses", "/detokenize", "/generate"}
 
     def limit(self, handle: QuotasHandle) -> None:

@@ -16,12 +16,12 @@ from serve_app.engine import function
 from serve_app.engine.accounts import Accounts
 from serve_app.engine.function import FunctionEngine
 from serve_app.ledger.rows import LedgerRow
-from serve_app.relay import frame
-from serve_app.relay.frame import unpack
-from serve_app.relay.request import RelayRequest
 from serve_app.settings.models import FunctionSettings
 from serve_app.settings.schema import SettingsError, parse
 from serve_app.settings.usage import Quota, QuotasSettings, UsageSettings
+from serve_app.wire import frame
+from serve_app.wire.frame import unpack
+from serve_app.wire.request import RelayRequest
 from tests.serve_app.quotas.fleet import QuotasHandle
 
 

@@ -10,22 +10,15 @@ from pydantic import BaseModel, ValidationError
 
 from serve_app.api.errors import RequestError
 from serve_app.engine.job import Job, current, set_current
-from serve_app.engine.openai import OpenAI
-from serve_app.relay.frame import KEEP_ALIVE, unpack
+from serve_app.engine.openai import too_many_ids
 from tests.batcher.virtual import blocked, virtual
-from tests.serve_app.engine.engine_doubles import REQUEST, PlayedEngine, failing, new_job
+from tests.serve_app.engine.engine_doubles import REQUEST, PlayedReplica, failing, new_job
 
 STREAM = [(b"content-type", b"text/event-stream")]
 
 
-def made(app: Any) -> OpenAI:
-    engine: Any = PlayedEngine()
-    return OpenAI(app, engine)
-
-
-async def answer(openai: OpenAI, job: Job | None = None) -> tuple[int, Any]:
-    (message,) = [message async for message in openai.answer(job or new_job()) if message != KEEP_ALIVE]
-    piece = unpack(message)
+async def answer(replica: PlayedReplica, job: Job | None = None) -> tuple[int, Any]:
+    (piece,) = [piece async for piece in replica.answer(job or new_job())]
     assert piece.head is not None
     return piece.head.status, json.loads(piece.body)
 
@@ -37,7 +30,7 @@ def kept(caplog: pytest.LogCaptureFixture) -> list[Any]:
 
 @virtual
 async def test_a_failure_is_not_made_the_request_s_fault() -> None:
-    status, body = await answer(made(failing()))
+    status, body = await answer(PlayedReplica(failing()))
     assert (status, body["error"]["message"]) == (500, "oh")
 
 
@@ -45,7 +38,7 @@ async def test_a_failure_is_not_made_the_request_s_fault() -> None:
 @virtual
 async def test_an_error_on_a_route_of_anthropic_has_its_shape(status: int) -> None:
     job = new_job(replace(REQUEST, path="/v1/messages"))
-    found, body = await answer(made(failing(status)), job)
+    found, body = await answer(PlayedReplica(failing(status)), job)
     kind = {404: "not_found_error", 500: "api_error"}.get(status, "invalid_request_error")
     assert (found, body) == (status, {"type": "error", "error": {"type": kind, "message": "oh"}})
 
@@ -57,8 +50,8 @@ async def test_what_a_prompt_was_refused_for_goes_before_what_the_application_ma
         job.failure = RequestError(429, "rate_limit_error", "full", retry_after_s=3)
 
     job = new_job(replace(REQUEST, path=path))
-    messages = [each async for each in made(failing(seen=refuse)).answer(job)]
-    head = unpack(messages[-1]).head
+    messages = [each async for each in PlayedReplica(failing(seen=refuse)).answer(job)]
+    head = messages[-1].head
     assert head is not None
     assert (head.status, dict(head.headers)[b"retry-after"]) == (429, b"3")
 
@@ -87,7 +80,7 @@ async def test_an_application_that_fails_behind_its_head_is_a_500_with_its_stack
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     job = new_job()
-    status, body = await answer(made(breaking()), job)
+    status, body = await answer(PlayedReplica(breaking()), job)
     assert (status, body["error"]["type"]) == (500, "internal_error")
     (record,) = [record for record in caplog.records if record.exc_info]
     assert "fault of the service" in record.message
@@ -105,7 +98,7 @@ async def test_a_stream_whose_application_breaks_off_ends_with_an_error_event(
         await asyncio.sleep(1.0)
         raise KeyError("inside")
 
-    first, last = [unpack(each) async for each in made(app).answer(new_job()) if each != KEEP_ALIVE]
+    first, last = [each async for each in PlayedReplica(app).answer(new_job())]
     assert first.body == b"data: a\n\n"
     assert last.usage is not None
     assert last.usage.outcome == "failed"
@@ -124,8 +117,8 @@ async def test_an_answer_that_breaks_off_in_its_middle_breaks_the_connection(
         await asyncio.sleep(1.0)
         raise KeyError("inside")
 
-    messages = made(app).answer(new_job())
-    assert unpack(await anext(messages)).body == b'{"half": '
+    messages = PlayedReplica(app).answer(new_job())
+    assert (await anext(messages)).body == b'{"half": '
     with pytest.raises(KeyError):
         # The client can't take what it has for the whole.
         await anext(messages)
@@ -140,10 +133,10 @@ async def test_the_first_token_of_a_stream_leaves_at_once() -> None:
         await asyncio.sleep(1.0)
         await send({"type": "http.response.body", "body": b"data: b\n\n"})
 
-    messages = made(app).answer(new_job())
+    messages = PlayedReplica(app).answer(new_job())
     first = asyncio.ensure_future(anext(messages))
     await blocked()
-    piece = unpack(first.result())
+    piece = first.result()
     assert piece.head is not None
     assert (piece.head.status, piece.body) == (200, b"data: a\n\n")
     await messages.aclose()
@@ -163,7 +156,7 @@ async def test_each_application_finds_its_own_job_in_tasks_of_its_own_too() -> N
         await failing(200)(scope, receive, send)
 
     jobs = {path: new_job(replace(REQUEST, path=path)) for path in ("/a", "/b")}
-    openai = made(app)
+    openai = PlayedReplica(app)
     await asyncio.gather(*(asyncio.create_task(answer(openai, job)) for job in jobs.values()))
     assert sorted(found, key=lambda one: one[0]) == list(jobs.items())
     assert current() is None
@@ -186,7 +179,7 @@ async def test_work_without_a_job_is_the_engine_s_own() -> None:
 @virtual
 async def test_only_streams_of_some_routes_may_go_on_elsewhere(path: str, resumes: bool) -> None:
     job = new_job(replace(REQUEST, path=path))
-    await answer(made(failing(200)), job)
+    await answer(PlayedReplica(failing(200)), job)
     assert (job.stream is not None) == resumes
 
 
@@ -196,7 +189,7 @@ async def test_only_streams_of_some_routes_may_go_on_elsewhere(path: str, resume
 )
 def test_more_token_ids_than_can_be_parsed_are_refused(path: str, tokens: int, refused: bool) -> None:
     body = json.dumps({"model": "demo", "tokens": [7] * tokens}).encode()
-    error = made(failing()).refusal(Job(replace(REQUEST, path=path, body=body)))
+    error = too_many_ids(replace(REQUEST, path=path, body=body), 1_000)
     assert (error is not None) == refused
     if error is not None:
         assert (error.status, error.param) == (400, "tokens")

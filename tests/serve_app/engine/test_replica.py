@@ -1,50 +1,11 @@
 """Complete answers of a replica: JSON, or an error in OpenAI's shape."""
 
-import json
-
 import pytest
 
-from serve_app.api.errors import RequestError
-from serve_app.engine.replica import answer, replica_tag, routing_stats, usage_stats
+from serve_app.engine.replica import replica_tag, routing_stats, usage_stats
 from serve_app.ledger.calls import CallBook
-from serve_app.relay.frame import Head, Piece, unpack
-from serve_app.relay.usage import RequestUsage, Tokens
-from tests.serve_app.engine.engine_doubles import REQUEST
+from serve_app.wire.usage import Tokens
 from tests.serve_app.ledger.crashing import ran
-
-
-async def test_a_body_is_answered_as_json() -> None:
-    async def body() -> bytes:
-        return b'{"a": 1}'
-
-    usage = RequestUsage(Tokens(3, 0, 4))
-    head = Head(200, [(b"content-type", b"application/json")])
-    assert unpack(await answer(body(), usage, REQUEST)) == Piece(head, b'{"a": 1}', usage=usage)
-
-
-async def test_a_refusal_is_answered_with_its_status_and_headers() -> None:
-    async def body() -> bytes:
-        raise RequestError(429, "rate_limit_error", "full", retry_after_s=2)
-
-    piece = unpack(await answer(body(), RequestUsage(), REQUEST))
-    assert piece.head is not None
-    assert piece.usage is not None
-    assert piece.head.status == 429
-    assert (b"retry-after", b"2") in piece.head.headers
-    assert json.loads(piece.body)["error"]["message"] == "full"
-
-
-async def test_any_other_error_is_a_500_with_its_stack_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    async def body() -> bytes:
-        raise ValueError("broken")
-
-    piece = unpack(await answer(body(), RequestUsage(), REQUEST))
-    assert piece.head is not None
-    assert piece.head.status == 500
-    assert b"broken" not in piece.body
-    (record,) = [record for record in caplog.records if record.exc_info]
-    assert record.exc_info is not None
-    assert isinstance(record.exc_info[1], ValueError)
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,10 @@ from vllm.v1.engine.exceptions import EngineGenerateError
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from serve_app.engine.openai import OpenAI
 from serve_app.engine.vllm.stats import slot_usage
-from serve_app.relay.frame import KEEP_ALIVE, unpack
-from serve_app.relay.usage import Tokens
 from serve_app.settings.sources import DEMO_MODEL
-from tests.serve_app.engine.engine_doubles import CONTEXT, REQUEST, PlayedEngine, Site, new_job
+from serve_app.wire.usage import Tokens
+from tests.serve_app.engine.engine_doubles import CONTEXT, REQUEST, PlayedReplica, Site, new_job
 from tests.serve_app.engine.pooling_application import Application
 
 MESSAGES = [{"role": "user", "content": "a"}]
@@ -67,9 +65,9 @@ class Service:
         script: Outputs of the engine; a function is called, and raises.
     """
 
-    def __init__(self, openai: OpenAI, site: Site) -> None:
+    def __init__(self, replica: PlayedReplica, site: Site) -> None:
         self.script: list[RequestOutput | Callable[[], Any]] = []
-        self._openai = openai
+        self._replica = replica
         self._site = site
 
     async def ask(self, path: str, stream: bool, **more: Any) -> tuple[int, str]:
@@ -89,8 +87,7 @@ class Service:
         job = new_job(request, facts=facts)
         await self._site.door.admit(job)
         try:
-            messages = self._openai.answer(job)
-            pieces = [unpack(message) async for message in messages if message != KEEP_ALIVE]
+            pieces = [piece async for piece in self._replica.answer(job)]
         finally:
             if job.slot is not None and not job.placed:
                 job.slot.release()
@@ -119,8 +116,7 @@ async def service(
     monkeypatch.setattr(AsyncLLM, "is_tracing_enabled", lambda _: _never(), raising=False)
     async with AsyncExitStack() as stack:
         await application.start(stack)
-        engine: Any = PlayedEngine()
-        service = Service(OpenAI(application.app, engine), application.site)
+        service = Service(PlayedReplica(application.app), application.site)
         monkeypatch.setattr(
             AsyncLLM, "generate", lambda _, *args, **options: service.generate(*args, **options)
         )

@@ -19,7 +19,7 @@ from batcher import ContinuousBatcher
 from serve_app.engine.job import Job, set_current
 from serve_app.engine.vllm.client import GatedLLM
 from serve_app.engine.vllm.stats import UnreportedStats, slot_usage
-from serve_app.relay.usage import Tokens
+from serve_app.wire.usage import Tokens
 from tests.progress import STILL_S
 from tests.serve_app.engine.engine_doubles import BLOCK, CONTEXT, Site, new_job
 

@@ -16,9 +16,9 @@ from starlette.types import Message
 
 from serve_app.ingress.deployment import Ingress
 from serve_app.ingress.status import Health, HealthReport, ModelState
-from serve_app.relay.frame import Head
-from serve_app.relay.request import RelayRequest
 from serve_app.settings.schema import parse
+from serve_app.wire.frame import Head
+from serve_app.wire.request import RelayRequest
 from tests.progress import STILL_S
 from tests.serve_app.answers import complete
 

@@ -9,9 +9,9 @@ import pytest
 
 from serve_app.ingress.deployment import Ingress
 from serve_app.ingress.status import ModelState
-from serve_app.relay.request import RelayRequest
 from serve_app.settings.adapters import AdapterSettings
 from serve_app.settings.schema import parse
+from serve_app.wire.request import RelayRequest
 from tests.serve_app.ingress.engine_doubles import CHAT, LIMIT_S, Engine, check_error, echo, health
 
 __all__ = ["health"]

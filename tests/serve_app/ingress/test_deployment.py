@@ -20,14 +20,12 @@ from serve_app.api.scheduling import Scheduling
 from serve_app.auth.keys import hash_key
 from serve_app.ingress.deployment import Ingress
 from serve_app.ingress.status import Health, HealthReport, ModelState
-from serve_app.relay.events import DONE
-from serve_app.relay.frame import pack, pack_error
-from serve_app.relay.keepalive import KEEPALIVE_S
-from serve_app.relay.request import RelayRequest
-from serve_app.relay.usage import RequestUsage, Tokens
 from serve_app.settings.schema import parse
+from serve_app.wire.frame import DONE, KEEPALIVE_S
+from serve_app.wire.request import RelayRequest
+from serve_app.wire.usage import RequestUsage, Tokens
 from tests.batcher.virtual import blocked, now, virtual
-from tests.serve_app.answers import END, complete
+from tests.serve_app.answers import END, complete, message, refused
 from tests.serve_app.ingress.engine_doubles import (
     CHAT,
     LIMIT_S,
@@ -55,7 +53,7 @@ JSON_TYPE = {"content-type": "application/json"}
 async def test_a_request_goes_to_the_engine_of_its_model_and_its_answer_comes_back() -> None:
     engines = {
         "a": Engine(answer(complete(PLAIN, b"from a"))),
-        "b": Engine(answer(pack(head=PLAIN, body=b"from "), pack(body=b"b"), END)),
+        "b": Engine(answer(message(head=PLAIN, body=b"from "), message(body=b"b"), END)),
     }
     async with Client(engines) as client:
         response = await client.post(CHAT, json={"model": "b", "messages": []})
@@ -612,7 +610,7 @@ async def test_serve_s_own_limit_is_a_429() -> None:
 
 async def test_an_engine_s_refusal_comes_through_as_it_is() -> None:
     error = RequestError(429, "rate_limit_error", "full", retry_after_s=2.5)
-    async with Client(Engine(answer(pack_error(error)))) as client:
+    async with Client(Engine(answer(refused(error)))) as client:
         response = await client.post(CHAT, json={})
         assert check_error(response, 429, "rate_limit_error") == "full"
         assert response.headers["retry-after"] == "3"
@@ -622,8 +620,8 @@ async def test_a_stream_that_fails_in_the_middle_ends_with_an_error_event(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     messages: list[bytes | Exception] = [
-        pack(head=STREAM, body=b'data: {"a": 1}\n\n'),
-        pack(body=b'data: {"a": 2}\n\n'),
+        message(head=STREAM, body=b'data: {"a": 1}\n\n'),
+        message(body=b'data: {"a": 2}\n\n'),
         RuntimeError("died"),
     ]
     async with Client(Engine(answer(*messages))) as client:
@@ -651,9 +649,11 @@ async def test_streams_are_kept_for_another_engine_in_half_of_the_budget_of_bodi
         if b"large" in request.body:
             yield complete(PLAIN, b"{}")
         elif request.resumes:
-            yield pack(head=head, body=event("x" * 300 + "end") + DONE, usage=RequestUsage(Tokens(1, 0, 2)))
+            yield message(
+                head=head, body=event("x" * 300 + "end") + DONE, usage=RequestUsage(Tokens(1, 0, 2))
+            )
         else:
-            yield pack(head=head, body=event("x" * 300))
+            yield message(head=head, body=event("x" * 300))
             await ends.wait()
             raise ActorDiedError
 
@@ -672,7 +672,7 @@ async def test_streams_are_kept_for_another_engine_in_half_of_the_budget_of_bodi
 
 
 async def test_a_body_that_fails_in_the_middle_breaks_the_connection() -> None:
-    engine = Engine(answer(pack(head=PLAIN, body=b'{"a": '), RuntimeError("died")))
+    engine = Engine(answer(message(head=PLAIN, body=b'{"a": '), RuntimeError("died")))
     call = Call(application({"demo": engine}), CHAT)
     with pytest.raises(RuntimeError, match="died"):
         await asyncio.wait_for(call.task, LIMIT_S)
@@ -702,12 +702,12 @@ async def test_each_piece_is_passed_on_when_it_comes() -> None:
     answering, messages = held()
     engine = Engine(answering)
     call = Call(application({"demo": engine}), CHAT)
-    messages.put_nowait(pack(head=STREAM, body=b"a"))
+    messages.put_nowait(message(head=STREAM, body=b"a"))
     start = await call.next()
     assert (start["status"], start["headers"]) == (200, STREAM.headers)
     assert (await call.next())["body"] == b"a"
     for body in (b"b", b"c"):
-        messages.put_nowait(pack(body=body))
+        messages.put_nowait(message(body=body))
         assert await call.next() == {"type": "http.response.body", "body": body, "more_body": True}
     messages.put_nowait(END)
     messages.put_nowait(None)
@@ -722,7 +722,7 @@ async def test_a_client_that_leaves_stops_the_engine_s_work(path: str, when: str
     engine = Engine(answering)
     call = Call(application({"demo": engine}), path, b'{"prompts": ["x"]}')
     if when == "in the middle of it":
-        messages.put_nowait(pack(head=STREAM, body=b"a"))
+        messages.put_nowait(message(head=STREAM, body=b"a"))
         await call.next()
         await call.next()
     else:
@@ -730,7 +730,7 @@ async def test_a_client_that_leaves_stops_the_engine_s_work(path: str, when: str
     assert not engine.answers[0].stopped.is_set()
     await call.leave()
     assert engine.answers[0].stopped.is_set()
-    messages.put_nowait(pack(body=b"too late"))
+    messages.put_nowait(message(body=b"too late"))
     await asyncio.sleep(0)
     assert call.sent.empty()
 
@@ -884,12 +884,12 @@ async def test_errors_of_an_engine_on_anthropic_s_routes_have_its_shape(
     error: RequestError, type: str
 ) -> None:
     path = "/v1/messages"
-    async with Client(Engine(answer(pack_error(error, path)))) as client:
+    async with Client(Engine(answer(refused(error, path)))) as client:
         assert_anthropic(await client.post(path, json={}), error.status, type)
 
 
 async def test_an_error_in_a_stream_of_anthropic_s_is_its_event() -> None:
-    messages: list[bytes | Exception] = [pack(head=STREAM, body=b"event: a\n\n"), RuntimeError("died")]
+    messages: list[bytes | Exception] = [message(head=STREAM, body=b"event: a\n\n"), RuntimeError("died")]
     async with Client(Engine(answer(*messages))) as client:
         text = (await client.post("/v1/messages", json={"stream": True})).text
     event, data = text.removeprefix("event: a\n\n").strip().split("\n")

@@ -23,13 +23,14 @@ from serve_app.ingress.relay import (
     process_lives,
     ran_there,
 )
-from serve_app.relay.frame import KEEP_ALIVE, LOST, Piece, pack
+from serve_app.wire.frame import Piece
 from tests.batcher.virtual import blocked, now, virtual
+from tests.serve_app.answers import KEEP_ALIVE, LOST, message
 
 T = TypeVar("T")
 LIMIT_S = 10 * SILENCE_S
 TICK_S = SILENCE_S / TICKS
-A, B = pack(body=b"a"), pack(body=b"b")
+A, B = message(body=b"a"), message(body=b"b")
 
 
 class Answer:

@@ -11,9 +11,8 @@ from starlette.types import Message
 from serve_app.ingress.body import BodyBudget
 from serve_app.ingress.context import RequestMiddleware
 from serve_app.ingress.http10 import MAX_BYTES
-from serve_app.relay.frame import pack
 from serve_app.telemetry.request_tracker import RequestTracker
-from tests.serve_app.answers import END
+from tests.serve_app.answers import END, message
 from tests.serve_app.ingress.engine_doubles import CHAT, STREAM, Engine, answer, application, health
 
 __all__ = ["health"]
@@ -100,7 +99,7 @@ async def test_answers_that_are_kept_count_with_the_bodies_of_requests() -> None
 
 
 async def test_the_ingress_keeps_no_more_of_answers_than_of_bodies() -> None:
-    pieces = [pack(head=STREAM, body=b"data: %d\n\n" % number) for number in range(99)]
+    pieces = [message(head=STREAM, body=b"data: %d\n\n" % number) for number in range(99)]
     ingress = application({"demo": Engine(answer(*pieces, END))}, max_body_bytes=100, max_bytes_in_flight=200)
     start, _ = await call(ingress, CHAT, "1.0")
     assert start["status"] == 503
@@ -108,7 +107,7 @@ async def test_the_ingress_keeps_no_more_of_answers_than_of_bodies() -> None:
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 async def test_the_ingress_sends_a_stream_as_its_client_can_read_it(version: str) -> None:
-    pieces = [pack(head=STREAM, body=b"data: 1\n\n"), pack(body=b"data: [DONE]\n\n"), END]
+    pieces = [message(head=STREAM, body=b"data: 1\n\n"), message(body=b"data: [DONE]\n\n"), END]
     start, *bodies = await call(application({"demo": Engine(answer(*pieces))}), CHAT, version)
     assert b"".join(each["body"] for each in bodies) == b"data: 1\n\ndata: [DONE]\n\n"
     assert (b"content-length" in dict(start["headers"])) == (version == "1.0")

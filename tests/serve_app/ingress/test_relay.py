@@ -26,20 +26,18 @@ from serve_app.ingress.relay import (
     Losses,
     RelayResponse,
 )
-from serve_app.relay.events import DONE
-from serve_app.relay.frame import LOST, Head, pack, pack_error
-from serve_app.relay.keepalive import KEEPALIVE_S
-from serve_app.relay.request import RelayRequest
-from serve_app.relay.resume import ResumeMode, to_ids
-from serve_app.relay.usage import RequestUsage, Tokens
+from serve_app.wire.frame import DONE, KEEPALIVE_S, Head, ResumeMode, to_ids
+from serve_app.wire.request import RelayRequest
+from serve_app.wire.usage import RequestUsage, Tokens
 from tests.batcher.virtual import blocked, now, virtual
+from tests.serve_app.answers import LOST, message, refused
 
 PLAIN = [(b"content-type", b"application/json")]
 STREAM = [(b"content-type", b"text/event-stream")]
 USAGE = RequestUsage(Tokens(3, 0, 4), engine_s=0.5)
-ANSWER = pack(head=Head(200, PLAIN), body=b'{"text": "abc"}', usage=USAGE)
-FULL = pack_error(RequestError(429, "rate_limit_error", "full", retry_after_s=2))
-STOPS = pack_error(engine_failed())
+ANSWER = message(head=Head(200, PLAIN), body=b'{"text": "abc"}', usage=USAGE)
+FULL = refused(RequestError(429, "rate_limit_error", "full", retry_after_s=2))
+STOPS = refused(engine_failed())
 DEAD = ActorDiedError()
 GONE = asyncio.CancelledError()
 """The error of a call whose replica Serve takes away."""
@@ -64,10 +62,10 @@ class Answer(DeploymentResponseGenerator[bytes]):
 
     async def __anext__(self) -> bytes:
         await asyncio.sleep(0)
-        for message in self._script:
-            if isinstance(message, BaseException):
-                raise message
-            return message
+        for each in self._script:
+            if isinstance(each, BaseException):
+                raise each
+            return each
         raise StopAsyncIteration
 
     def cancel(self) -> None:
@@ -171,7 +169,7 @@ async def test_another_engine_is_asked_for_the_same(failure: bytes | Exception) 
     ("script", "calls"),
     [
         ([DEAD], 1),
-        ([pack(head=Head(200, STREAM), body=b"data: a\n\n"), CUT], 1),
+        ([message(head=Head(200, STREAM), body=b"data: a\n\n"), CUT], 1),
         # The replica lives, and writes the row itself; or the engine never had the request.
         ([LOST], 0),
         ([STOPS], 0),
@@ -224,7 +222,7 @@ async def test_a_request_survives_two_engines_and_no_third(failure: bytes | Exce
 )
 @virtual
 async def test_a_503_that_no_other_engine_can_better_is_not_tried_again(error: RequestError) -> None:
-    engines = Engines([[pack_error(error)], [ANSWER]])
+    engines = Engines([[refused(error)], [ANSWER]])
     received = await reply(engines)
     assert (received.status, received.headers[b"retry-after"]) == (503, b"2")
     assert len(engines.asked) == 1
@@ -409,7 +407,7 @@ def stream(
     for ids, body in pieces:
         head = None if script else Head(200, STREAM, resume)
         usage = USAGE if body.endswith(DONE) else None
-        script.append(pack(head=head, body=body, token_ids=array("I", ids).tobytes(), usage=usage))
+        script.append(message(head=head, body=body, token_ids=array("I", ids).tobytes(), usage=usage))
     return script if then is None else [*script, then]
 
 

@@ -18,7 +18,7 @@ from serve_app.api.facts import EXPECTED_OUTPUT, Facts, prefix_hashes
 from serve_app.app import ROUTER
 from serve_app.ingress.replica_choice import SLACK_TOKENS
 from serve_app.ingress.replica_router import EngineRouter
-from serve_app.relay.request import RelayRequest
+from serve_app.wire.request import RelayRequest
 from tests.progress import STILL_S
 
 LIMIT_S = STILL_S

@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from serve_app.api.protocol import JSON
 from serve_app.ingress.body import BodyBudget, HeldBody
 from serve_app.ingress.resume import MAX_KEPT_BYTES, ResumableStream, Splice, UnresumableError
-from serve_app.relay.events import DONE
-from serve_app.relay.frame import Piece
-from serve_app.relay.request import RelayRequest
-from serve_app.relay.resume import ResumeMode, to_ids
+from serve_app.wire.frame import DONE, Piece, ResumeMode, to_ids
+from serve_app.wire.request import RelayRequest
 
 
 def event(body: object) -> bytes:

@@ -13,8 +13,9 @@ import uvicorn
 from ray.exceptions import ActorDiedError
 
 from serve_app.api.errors import RequestError
-from serve_app.relay.frame import LOST, pack, pack_error
 from tests.progress import STILL_S
+from tests.serve_app import answers
+from tests.serve_app.answers import LOST, refused
 from tests.serve_app.ingress.engine_doubles import STREAM, Engine, answer, application, health
 
 __all__ = ["health"]
@@ -104,7 +105,7 @@ Ask = Callable[[Clients], Awaitable[list[str]]]
     ids=["chat", "completions", "responses", "messages"],
 )
 async def test_a_stream_whose_engine_dies_raises(ask: Ask, begun: bytes) -> None:
-    engine = Engine(answer(pack(head=STREAM, body=begun), LOST))
+    engine = Engine(answer(answers.message(head=STREAM, body=begun), LOST))
     async with clients(engine) as both:
         with pytest.raises(RAISED, match="engine that had this request"):
             await ask(both)
@@ -131,7 +132,7 @@ async def test_a_request_that_three_engines_die_with_is_not_sent_again(ask: Any)
 @pytest.mark.parametrize("ask", ASKED.values(), ids=ASKED)
 async def test_a_request_whose_time_is_over_is_not_sent_again(ask: Any) -> None:
     late = RequestError(408, "timeout_error", "The request could not start in the time it allows.")
-    engine = Engine(answer(pack_error(late)))
+    engine = Engine(answer(refused(late)))
     async with clients(engine) as both:
         with pytest.raises(
             (openai.APIStatusError, anthropic.APIStatusError), match="could not start"

@@ -7,7 +7,7 @@ from typing import Any
 from ray.serve.exceptions import ReplicaUnavailableError
 
 from serve_app.jobs.service import BatchService
-from serve_app.relay.request import RelayRequest
+from serve_app.wire.request import RelayRequest
 from tests.serve_app.ingress.engine_doubles import Answer
 
 

@@ -20,12 +20,13 @@ from serve_app.jobs.content import Draft
 from serve_app.jobs.deployment import Batches
 from serve_app.jobs.errors import StoreError
 from serve_app.jobs.service import BatchService
-from serve_app.relay.frame import pack, unpack
-from serve_app.relay.request import RelayRequest
-from serve_app.relay.usage import RequestUsage, Tokens
 from serve_app.settings.schema import SettingsError, parse
 from serve_app.system.cpu_scheduling import BACKGROUND_NICE
+from serve_app.wire.frame import unpack
+from serve_app.wire.request import RelayRequest
+from serve_app.wire.usage import RequestUsage, Tokens
 from tests.progress import STILL_S
+from tests.serve_app.answers import message
 from tests.serve_app.ingress.engine_doubles import PLAIN, Engine, answer, health
 from tests.serve_app.jobs.helpers import CHAT, commits, opened, row, text_of
 
@@ -35,7 +36,7 @@ LIMIT_S = STILL_S
 LIMIT = 10_000
 ANNA = Scheduling(1, "anna")
 USAGE = RequestUsage(Tokens(30, 0, 12))
-ANSWER = answer(pack(head=PLAIN, body=b'{"ok": 1}', usage=USAGE))
+ANSWER = answer(message(head=PLAIN, body=b'{"ok": 1}', usage=USAGE))
 FORM = [(b"content-type", b"multipart/form-data; boundary=x")]
 HEAD = (
     b'--x\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'

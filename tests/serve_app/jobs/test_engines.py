@@ -32,13 +32,13 @@ from serve_app.jobs.pacing import EngineLoad
 from serve_app.jobs.rows import QuotaError, RowAnswer
 from serve_app.ledger.callers import LostCalls
 from serve_app.ledger.report import LedgerFiles
-from serve_app.relay.frame import Head, pack, pack_error, with_headers
-from serve_app.relay.request import RelayRequest
 from serve_app.settings.schema import parse
 from serve_app.settings.usage import LedgerSettings, Quota, UsageSettings
+from serve_app.wire.frame import Head
+from serve_app.wire.request import RelayRequest
 from tests.fakes.clock import Clock
 from tests.progress import STILL_S
-from tests.serve_app.answers import END, complete
+from tests.serve_app.answers import END, complete, message, refused
 from tests.serve_app.ingress.engine_doubles import CHAT, PLAIN, Engine, answer, health
 
 __all__ = ["health"]
@@ -100,12 +100,12 @@ async def test_a_row_has_its_key_s_quota_and_its_batch_s_models(
 
 
 async def test_a_refusal_by_a_quota_tells_nothing_of_the_engines() -> None:
-    refused = RequestError(429, "rate_limit_error", "key ada: tokens_per_day 2000: none", retry_after_s=7.0)
-    engine = Engine(answer(with_headers(pack_error(refused), [BY_QUOTA])))
+    error = RequestError(429, "rate_limit_error", "key ada: tokens_per_day 2000: none", retry_after_s=7.0)
+    engine = Engine(answer(refused(error, headers=[BY_QUOTA])))
     with pytest.raises(QuotaError, match="key ada: tokens_per_day 2000") as raised:
         await client_of({"demo": engine}).send(CHAT, BODY, ANNA)
     assert (raised.value.status, raised.value.retry_after_s) == (429, 7.0)
-    full = Engine(answer(pack_error(refused)))
+    full = Engine(answer(refused(error)))
     assert (await client_of({"demo": full}).send(CHAT, BODY, ANNA)).status == 429
 
 
@@ -138,7 +138,7 @@ async def test_a_row_calls_a_route_by_its_name_in_vllm() -> None:
 
 
 async def test_an_answer_in_pieces_is_joined() -> None:
-    engine = Engine(answer(pack(head=PLAIN, body=b'{"a": "'), pack(body=b'b"}'), END))
+    engine = Engine(answer(message(head=PLAIN, body=b'{"a": "'), message(body=b'b"}'), END))
     assert await client_of({"demo": engine}).send(CHAT, BODY, ANNA) == RowAnswer(200, {"a": "b"})
 
 
@@ -161,10 +161,10 @@ async def test_a_large_answer_is_read_beside_the_loop(monkeypatch: pytest.Monkey
 async def test_a_refusal_says_when_to_come_back() -> None:
     full = RequestError(429, "rate_limit_error", "full", retry_after_s=7.0)
     wrong = RequestError(500, "internal_error", "never", final=True)
-    engine = Engine(answer(pack_error(full)))
+    engine = Engine(answer(refused(full)))
     found = await client_of({"demo": engine}).send(CHAT, BODY, ANNA)
     assert (found.status, found.retry_after_s, found.final) == (429, 7.0, False)
-    engine = Engine(answer(pack_error(wrong)))
+    engine = Engine(answer(refused(wrong)))
     found = await client_of({"demo": engine}).send(CHAT, BODY, ANNA)
     assert (found.status, found.final) == (500, True)
 
@@ -189,7 +189,7 @@ async def test_an_answer_without_a_json_object_is_an_error_with_its_text(
 
 
 async def test_an_answer_that_breaks_off_is_tried_again() -> None:
-    engine = Engine(answer(pack(head=PLAIN, body=b'{"ok": 1}')))
+    engine = Engine(answer(message(head=PLAIN, body=b'{"ok": 1}')))
     with pytest.raises(RequestError) as raised:
         await client_of({"demo": engine}).send(CHAT, BODY, ANNA)
     assert raised.value.status == 503
@@ -236,7 +236,7 @@ class Dying:
     async def __call__(self, request: RelayRequest) -> AsyncGenerator[bytes, None]:
         if self.refuses:
             self.refuses -= 1
-            yield pack_error(engine_failed())
+            yield refused(engine_failed())
             return
         if self.left > 0:
             self.left -= 1

@@ -19,11 +19,11 @@ from serve_app.jobs.db import VERSION
 from serve_app.jobs.errors import DatabaseError, HeldError, StoreError
 from serve_app.jobs.forecast import DAY_S, Hour
 from serve_app.jobs.service import BatchesMetrics, BatchService
-from serve_app.relay.frame import unpack
-from serve_app.relay.request import RelayRequest
 from serve_app.settings.batches import BatchesSettings
 from serve_app.telemetry import catalogue
 from serve_app.telemetry.meters import Meters
+from serve_app.wire.frame import unpack
+from serve_app.wire.request import RelayRequest
 from tests.progress import STILL_S
 from tests.serve_app.jobs.engine import Engine
 from tests.serve_app.jobs.helpers import CHAT, batch_of, commits, opened, put, row, text_of

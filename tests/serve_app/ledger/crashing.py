@@ -10,8 +10,8 @@ from typing import Any
 
 from serve_app.api.scheduling import Scheduling
 from serve_app.ledger.calls import Call, CallBook, Sums
-from serve_app.relay.request import RelayRequest
-from serve_app.relay.usage import RequestUsage, Tokens, Usage
+from serve_app.wire.request import RelayRequest
+from serve_app.wire.usage import RequestUsage, Tokens, Usage
 from tests.fakes.clock import Clock
 from tests.fakes.disk import KilledError
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from serve_app.ledger import calls
 from serve_app.ledger.calls import OTHER, Call, CallBook, Sums
-from serve_app.relay.request import RelayRequest
-from serve_app.relay.usage import Outcome, RequestUsage, Tokens, Usage
+from serve_app.wire.request import RelayRequest
+from serve_app.wire.usage import Outcome, RequestUsage, Tokens, Usage
 from tests.serve_app.ledger.crashing import FakeSequence, begun, request_of, total
 
 ANNA = request_of("anna", key="anna's", headers=[(b"x-request-id", b"r1")], body=b"text")

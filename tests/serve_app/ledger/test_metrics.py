@@ -3,9 +3,9 @@
 from serve_app.ledger.calls import CallBook
 from serve_app.ledger.metrics import UsageMetrics
 from serve_app.ledger.writer import Ledger
-from serve_app.relay.usage import Tokens
 from serve_app.telemetry import catalogue
 from serve_app.telemetry.meters import Meters
+from serve_app.wire.usage import Tokens
 from tests.serve_app.ledger.crashing import FOLDER, FakeSequence, MemoryDisk, Store, begun, call_of, ran
 from tests.serve_app.telemetry.instruments import Instruments
 

@@ -13,8 +13,8 @@ from serve_app.ledger import report
 from serve_app.ledger.prices import Prices
 from serve_app.ledger.report import BY, LedgerError, LedgerFiles
 from serve_app.ledger.rows import LedgerRow, encode, utc
-from serve_app.relay.usage import Tokens
 from serve_app.settings.usage import PriceSettings
+from serve_app.wire.usage import Tokens
 from tests.serve_app.ledger.ledgers import ROWS, START, lines, save
 
 DAY = "2027-01-15"

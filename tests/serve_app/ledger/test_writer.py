@@ -32,9 +32,9 @@ from serve_app.ledger.writer import (
     segment_path,
     unique_name,
 )
-from serve_app.relay.usage import Tokens, Usage
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.usage import LedgerSettings, PriceSettings, UsageSettings
+from serve_app.wire.usage import Tokens, Usage
 from tests.fakes.clock import Clock
 from tests.fakes.disk import KilledError
 from tests.progress import STILL_S, wait_until

@@ -14,11 +14,11 @@ from starlette.types import Message, Receive, Scope, Send
 from serve_app.api.scheduling import Scheduling
 from serve_app.ingress.body import BodyBudget
 from serve_app.ingress.context import RequestMiddleware, context_of
-from serve_app.relay.usage import RequestUsage, Tokens, Usage
 from serve_app.telemetry import catalogue
 from serve_app.telemetry.meters import Meters
 from serve_app.telemetry.request_tracker import RequestTracker, TrackedRequest
 from serve_app.telemetry.requests import RequestMetrics
+from serve_app.wire.usage import RequestUsage, Tokens, Usage
 from tests.serve_app.telemetry.instruments import Instruments
 
 USAGE = RequestUsage()

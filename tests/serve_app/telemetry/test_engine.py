@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from batcher import ContinuousBatcher
-from serve_app.relay.request import RelayRequest
-from serve_app.relay.usage import RequestUsage, Tokens, Usage
 from serve_app.settings.telemetry import SILENT, TelemetrySettings, TraceSettings
 from serve_app.telemetry.engine import EngineTelemetry
 from serve_app.telemetry.meters import Meters
+from serve_app.wire.request import RelayRequest
+from serve_app.wire.usage import RequestUsage, Tokens, Usage
 from tests.progress import STILL_S
 
 REQUEST = RelayRequest("POST", "/generate", b"", [], b"")

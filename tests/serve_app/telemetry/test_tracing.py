@@ -8,12 +8,12 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from serve_app.api.scheduling import Scheduling
-from serve_app.relay.request import RelayRequest
-from serve_app.relay.usage import RequestUsage, Tokens, Usage
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.telemetry import TraceSettings
 from serve_app.telemetry.request_tracker import TrackedRequest
 from serve_app.telemetry.tracing import Tracing, pass_on
+from serve_app.wire.request import RelayRequest
+from serve_app.wire.usage import RequestUsage, Tokens, Usage
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 SENDER = "b7ad6b7169203331"

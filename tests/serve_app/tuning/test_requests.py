@@ -4,10 +4,10 @@ from itertools import islice
 
 import pytest
 
-from serve_app.relay.usage import Tokens
 from serve_app.tuning.load import Requests
 from serve_app.tuning.service import LoadRequest
 from serve_app.tuning.workload import TokenLengths
+from serve_app.wire.usage import Tokens
 
 
 def some(requests: Requests, seed: int, count: int = 50) -> list[LoadRequest]:

@@ -26,8 +26,8 @@ from serve_app.engine.grammars import Grammar, GrammarCheck
 from serve_app.engine.job import Job
 from serve_app.engine.vllm.client import MOST_LENGTH_PENALTY, GatedLLM, goals_left
 from serve_app.engine.vllm.scheduler import GOALS
-from serve_app.relay.usage import Tokens
 from serve_app.settings.models import GoalSettings
+from serve_app.wire.usage import Tokens
 from tests.batcher.virtual import blocked, virtual
 from tests.serve_app.engine.engine_doubles import BLOCK, CONTEXT, MAX_VALUES, PlayedAdapters, new_job, opened
 from tests.serve_app.engine.vllm_doubles import (

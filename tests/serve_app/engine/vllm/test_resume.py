@@ -9,11 +9,12 @@ from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
+from serve_app.engine.answer import StreamTokens
 from serve_app.engine.job import Job
 from serve_app.engine.vllm.client import GatedLLM
-from serve_app.relay.resume import ID, StreamTokens, to_ids
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.sources import DEMO_MODEL
+from serve_app.wire.frame import ID, to_ids
 from tests.batcher.virtual import virtual
 from tests.serve_app.engine.engine_doubles import Site, new_job, opened
 from tests.serve_app.engine.vllm_doubles import Script, gated, output, run

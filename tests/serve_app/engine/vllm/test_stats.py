@@ -25,7 +25,7 @@ from serve_app.engine.vllm import stats as vllm_stats
 from serve_app.engine.vllm.stats import EngineStats, UnreportedStats, VLLMSequences, own_work, slot_usage
 from serve_app.ledger.calls import Call, CallBook
 from serve_app.ledger.rows import LedgerRow
-from serve_app.relay.usage import RequestUsage
+from serve_app.wire.usage import RequestUsage
 from tests.batcher.virtual import VirtualLoop, blocked, virtual
 from tests.progress import STILL_S
 from tests.serve_app.engine.engine_doubles import new_job, opened

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.relay.usage import MAX_SLOTS, RequestUsage, Tokens, Usage
+from serve_app.wire.usage import MAX_SLOTS, RequestUsage, Tokens, Usage
 
 
 class Sequence:

@@ -2,8 +2,8 @@ import asyncio
 
 import pytest
 
-from serve_app.relay import upload
-from serve_app.relay.upload import MAX_WAITING, Uploads
+from serve_app.jobs import upload
+from serve_app.jobs.upload import MAX_WAITING, Uploads
 from tests.progress import STILL_S
 
 LIMIT_S = STILL_S

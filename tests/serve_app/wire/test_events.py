@@ -5,7 +5,7 @@ import json
 import pytest
 
 from serve_app.api.errors import RequestError
-from serve_app.relay.events import error_event
+from serve_app.wire.frame import error_event
 
 ERROR = RequestError(503, "service_unavailable", "gone\nfor now")
 

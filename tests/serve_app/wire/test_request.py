@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from serve_app.api.facts import UNKNOWN, Facts, PickledByName
 from serve_app.api.scheduling import DEFAULT_SCHEDULING, Scheduling
-from serve_app.relay.request import RelayRequest
+from serve_app.wire.request import RelayRequest
 
 
 def request(timeout_s: float | None, ago_s: float, *, resumes: bool = False) -> RelayRequest:
