@@ -15,7 +15,7 @@ BUILD ?= $(or $(INSTALLED),$(if $(shell nvidia-smi --list-gpus 2>/dev/null | gre
 LINKS := $(foreach link,$(PIP_FIND_LINKS),--find-links $(link))
 TORCH := $(if $(filter gpu,$(BUILD)),--no-config $(LINKS),$(or $(LINKS),--torch-backend=cpu))
 
-.PHONY: help install other-build serve reference test test-all pytest test-batcher service-tests tests-beside lint format check-vllm bench bench-gpu mutants soak clean
+.PHONY: help install other-build serve reference test quick test-all pytest test-batcher service-tests tests-beside lint format check-vllm bench bench-gpu mutants soak clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -39,10 +39,11 @@ reference: install ## Make the generated pages anew, after a change of the code.
 	@$(BIN)/python -m tests.reference
 
 lint: install ## Check style, types and generated pages.
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	@$(BIN)/python -m tests.reference --check
+	@$(TIMED) set -x -e; \
+	$(BIN)/ruff check .; \
+	$(BIN)/ruff format --check .; \
+	$(BIN)/mypy; \
+	$(BIN)/python -m tests.reference --check
 
 format: install ## Put the code into its style.
 	$(BIN)/ruff check --fix .
@@ -53,12 +54,21 @@ format: install ## Put the code into its style.
 JOBS := $(if $(filter 1,$(shell nproc 2>/dev/null)),1,2)
 BESIDE := tests/batcher tests/k8s tests/training $(filter-out %/cli/ %/__pycache__/,$(wildcard tests/serve_app/*/))
 
+# These tests import neither vLLM nor Ray (tests/test_budget.py).
+QUICK := @tests/quick.txt
+
+# Prints the seconds that a part has taken.
+TIMED = began=$$(date +%s); timed() { status=$$?; echo "$@: $$(($$(date +%s) - began)) s"; exit $$status; }; trap timed EXIT;
+
 test: install ## Check style and types, and run every test but the long ones.
 	@$(MAKE) --no-print-directory --keep-going --jobs=$(JOBS) tests-beside service-tests
 
+quick: install ## Run the tests that need neither vLLM nor Ray: a minute.
+	@$(TIMED) $(BIN)/python -m pytest --quiet $(QUICK) $(ARGS)
+
 # The long tests measure, and keep both cores busy: each has the machine for itself.
-test-all: test ## The same, and then the long tests.
-	$(BIN)/python -m pytest -m long $(ARGS)
+test-all: test ## The same, then the long tests, and each property with many examples.
+	@$(TIMED) $(BIN)/python -m pytest -m 'long or hypothesis' --hypothesis-profile=long $(ARGS)
 
 pytest: install ## Run some tests; ARGS="tests/batcher -k order".
 	$(BIN)/python -m pytest $(ARGS)
@@ -70,10 +80,10 @@ test-batcher: ## Run the tests of batcher/ alone, on another Python; PYTHON=pyth
 	.venv-batcher/bin/python -m pytest -W ignore::pytest.PytestConfigWarning tests/batcher $(ARGS)
 
 service-tests: install
-	$(BIN)/python -m pytest $(BESIDE:%=--ignore=%) $(ARGS)
+	@$(TIMED) $(BIN)/python -m pytest $(BESIDE:%=--ignore=%) $(ARGS)
 
 tests-beside: lint
-	$(BIN)/python -m pytest --quiet $(BESIDE) $(ARGS)
+	@$(TIMED) $(BIN)/python -m pytest --quiet $(BESIDE) $(ARGS)
 
 check-vllm: install ## Look for the names of vLLM that are used here in other releases; ARGS="vllm==0.33.0", ARGS="--help".
 	@$(BIN)/python -m tests.benchmarks.vllm_names $(ARGS)

@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.budget import USED, Budget
 from tests.progress import run
 
 if TYPE_CHECKING:
     from tests.e2e.services import Starting
 
 # The time that an example takes, or its generation, says something about the machine only.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("untimed")
+UNTIMED: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("short", max_examples=25, stateful_step_count=25, **UNTIMED)
+settings.register_profile("long", max_examples=200, stateful_step_count=50, **UNTIMED)
+settings.load_profile("short")
 
 # Under nohup it is ignored, and all processes that the tests start would ignore it too.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -52,6 +55,11 @@ LAST = [
     "test_lost_machine",
 ]
 """The modules that run after all others, in this order."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hold the tests to their CPU time."""
+    config.pluginmanager.register(Budget())
 
 
 def pytest_collection_finish() -> None:
@@ -105,7 +113,12 @@ def starting_service(
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Report the services that needed a second start."""
+    """Report the tests with the most CPU time, and the services that needed a second start."""
+    reports = [one for found in terminalreporter.stats.values() for one in found if hasattr(one, "when")]
+    used = [(dict(one.user_properties).get(USED, 0.0), one.nodeid) for one in reports if one.when == "call"]
+    terminalreporter.section("most CPU time")
+    for seconds, name in sorted(used, reverse=True)[:10]:
+        terminalreporter.write_line(f"{seconds:.2f}s {name}")
     # Runs without a service don't import it.
     module = sys.modules.get("tests.e2e.service")
     if module and module.Service.failed_starts:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batcher import Entry, Former, RequestQueue
@@ -93,7 +93,6 @@ def test_the_look_ahead_is_bounded(forming: Forming) -> None:
     assert batches(former(forming, lookahead=9), lengths)[0] == [10] * 4
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(["arrival", "static", "sorted", "bucketed"]),
     st.lists(st.integers(0, 300), max_size=60),

@@ -7,7 +7,6 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from batcher import Aborted, Closed, ContinuousBatcher, Expired, QueueFull, Slot
@@ -505,5 +504,4 @@ class LanesMachine(RuleBasedStateMachine):
             self.loop.close()
 
 
-LanesMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestLanesMachine = LanesMachine.TestCase

@@ -5,7 +5,6 @@ from collections.abc import Coroutine
 from typing import Any, ClassVar, TypeVar
 
 import hypothesis.strategies as st
-from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from batcher import (
@@ -453,9 +452,6 @@ class BackgroundMachine(ContinuousMachine):
         assert all(slot.priority >= 1 for slot in self.slots.values() if slot.promoted)
 
 
-DynamicMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-ContinuousMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-BackgroundMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestDynamicMachine = DynamicMachine.TestCase
 TestContinuousMachine = ContinuousMachine.TestCase
 TestBackgroundMachine = BackgroundMachine.TestCase

@@ -4,7 +4,7 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batcher import QueueFull
@@ -14,7 +14,6 @@ from tests.batcher.lines import count_lines
 from tests.batcher.virtual import Clock
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**32))
 def test_served_cost_of_two_backlogged_tenants_stays_within_the_bound(seed: int) -> None:
     # VTC, theorem 4.4: over any interval in which both are backlogged, the services differ by at most

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batcher import ContinuousBatcher
@@ -131,7 +131,6 @@ async def standby(outputs: list[int]) -> int:
         return waiting
 
 
-@settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(0, 100_000), min_size=1))
 @virtual
 async def test_the_standby_stays_between_one_and_the_places(outputs: list[int]) -> None:

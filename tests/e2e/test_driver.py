@@ -13,6 +13,9 @@ from serve_app.demo.questions import QUESTIONS_FILE
 from tests import progress
 from tests.e2e.service import Service
 
+FEW = 100
+"""Questions of the short run."""
+
 QUESTIONS = [json.loads(line) for line in QUESTIONS_FILE.read_text().splitlines()]
 COMMAND = [sys.executable, "-m", "serve_app.cli", "batch"]
 CHAT = [{"role": "user", "content": "What is 47+28?"}]
@@ -27,17 +30,17 @@ def rows(path: Path) -> list[JSON]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def right(done: list[JSON]) -> float:
-    """Return the share of the 500 questions that was answered right."""
+def right(done: list[JSON], count: int = FEW) -> float:
+    """Return the share of the first questions that was answered right."""
     given = [(row["id"], row["result"]) for row in done]
-    expected = [(question["id"], question["answer"]) for question in QUESTIONS]
+    expected = [(question["id"], question["answer"]) for question in QUESTIONS[:count]]
     return sum(one == other for one, other in zip(given, expected, strict=True)) / len(expected)
 
 
 def test_over_http(service: Service, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    printed = drive(service, QUESTIONS_FILE, out, "--url", service.url, "--model", "demo")
-    assert "500: 500 with a result, 0 failed" in printed
+    printed = drive(service, QUESTIONS_FILE, out, "--limit", FEW, "--url", service.url, "--model", "demo")
+    assert "100: 100 with a result, 0 failed" in printed
     done = rows(out)
     assert right(done) >= 0.99
     report = json.loads((tmp_path / "out.jsonl.report.json").read_text())
@@ -47,8 +50,9 @@ def test_over_http(service: Service, tmp_path: Path) -> None:
 
 def test_over_the_handle(service: Service, tmp_path: Path) -> None:
     over_http, over_handle = tmp_path / "http.jsonl", tmp_path / "handle.jsonl"
-    drive(service, QUESTIONS_FILE, over_http, "--url", service.url, "--model", "demo")
-    printed = drive(service, QUESTIONS_FILE, over_handle, "--app", "llm", "--model", "demo")
+    few = ["--model", "demo", "--limit", FEW]
+    drive(service, QUESTIONS_FILE, over_http, "--url", service.url, *few)
+    printed = drive(service, QUESTIONS_FILE, over_handle, "--app", "llm", *few)
     assert "batcher" in printed
     one, other = rows(over_http), rows(over_handle)
     assert right(other) >= 0.99
@@ -57,12 +61,13 @@ def test_over_the_handle(service: Service, tmp_path: Path) -> None:
     assert sum(row == same for row, same in zip(one, other, strict=True)) >= 0.99 * len(one)
 
 
+@pytest.mark.long
 def test_as_a_ray_job(service: Service, tmp_path: Path) -> None:
     ray = Path(sys.executable).with_name("ray")
     submit = ["env", "RAY_AUTH_MODE=token", str(ray), "job", "submit", "--address", "auto", "--"]
     out = tmp_path / "out.jsonl"
     service.run([*submit, *COMMAND, str(QUESTIONS_FILE), str(out), "--app", "llm", "--model", "demo"])
-    assert right(rows(out)) >= 0.99
+    assert right(rows(out), len(QUESTIONS)) >= 0.99
 
 
 def test_the_error_of_a_missing_handle_names_those_that_exist(service: Service, tmp_path: Path) -> None:
@@ -86,11 +91,12 @@ def test_the_error_of_a_missing_handle_names_those_that_exist(service: Service, 
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["http", "handle"])
 def test_chats(service: Service, tmp_path: Path, way: str) -> None:
     where = ["--url", service.url] if way == "http" else ["--app", "llm"]
     drive(service, QUESTIONS_FILE, tmp_path / "out.jsonl", *where, "--model", "demo", "--chat")
-    assert right(rows(tmp_path / "out.jsonl")) >= 0.99
+    assert right(rows(tmp_path / "out.jsonl"), len(QUESTIONS)) >= 0.99
 
 
 def test_rows_that_fail_are_data(service: Service, tmp_path: Path) -> None:
@@ -127,7 +133,7 @@ async def test_in_python(service: Service) -> None:
         done = [
             row
             async for row in run(
-                QUESTIONS,
+                QUESTIONS[:FEW],
                 client,
                 prompts=Prompter(chat=True),
                 model="demo",
@@ -216,6 +222,7 @@ def test_two_stages_of_ray_data_in_a_row(service: Service) -> None:
     assert "the dataset has a column 'result' already" in found["told"]
 
 
+@pytest.mark.long
 def test_ray_data(service: Service) -> None:
     questions = [*QUESTIONS[:250], {"id": "long", "prompt": "1" * 5000, "answer": ""}, *QUESTIONS[250:]]
     done = service.run_python(RAY_DATA, questions)

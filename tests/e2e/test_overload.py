@@ -1,6 +1,6 @@
 """Ten times the load that the engine can serve, from many tenants and tiers; one tenant beside another.
 
-The short forms are seconds of it. The long ones are long enough to hold the figures against the README.
+`test_queue_full.py` has the refusals of a full queue in the short run.
 """
 
 import asyncio
@@ -23,6 +23,8 @@ from tests.e2e.service import ROOT, Service
 from tests.e2e.services import QUEUE
 from tests.e2e.waiting import batcher, wait_until_idle
 from tests.progress import ANSWER_S, wait_until
+
+pytestmark = pytest.mark.long
 
 
 def memory_mib(service: Service) -> float:
@@ -60,7 +62,6 @@ def test_ten_times_the_load_for_seconds(small: Service) -> None:
     check_batcher(small)
 
 
-@pytest.mark.long
 def test_ten_times_the_load_for_a_minute(device: Service) -> None:
     found = flood(device, seconds=60.0, follow=0.02, patience_s=75.0)
     check_answers(found)
@@ -134,7 +135,6 @@ async def light(client: httpx.AsyncClient, count: int) -> list[float]:
     return took
 
 
-@pytest.mark.long
 async def test_one_tenant_does_not_raise_the_other_s_latency(small: Service) -> None:
     heavy: dict[str, Any] = {"max_tokens": 64, "ignore_eos": True, "tenant": "heavy"}
     async with httpx.AsyncClient(base_url=small.url, timeout=ANSWER_S) as client:

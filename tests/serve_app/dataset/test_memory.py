@@ -50,7 +50,9 @@ print(json.dumps([done, int(peak.split()[1]) / 1024]))
 """
 
 
-every_form = pytest.mark.parametrize("count", [60_000, pytest.param(1_000_000, marks=pytest.mark.long)])
+pytestmark = pytest.mark.long
+
+every_form = pytest.mark.parametrize("count", [60_000, 1_000_000])
 
 
 def peak_mib(folder: Path, count: int, kind: str) -> float:

@@ -261,11 +261,7 @@ def is_no_outage(fates: list[str]) -> bool:
     return all(part.count("x") <= 2 for part in "".join(fates).replace("k", "o").split("o"))
 
 
-@settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-    deadline=None,
-    max_examples=40,
-)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     st.integers(0, 12),
     st.integers(1, 5),

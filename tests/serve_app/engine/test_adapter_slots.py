@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.engine.adapters import AdapterSlots
@@ -218,7 +218,6 @@ ACTIONS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=300)
 @given(st.integers(1, 3), ACTIONS)
 def test_any_order_of_requests_keeps_the_places_and_leaves_nobody_out(
     count: int, actions: list[tuple[str, str]]

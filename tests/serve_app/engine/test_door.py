@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batcher import Aborted, BatcherError, Closed, Expired, Oversize, QueueFull
@@ -666,7 +666,6 @@ class Schedule:
                 self.working[job] -= n
 
 
-@settings(max_examples=300)
 @given(
     asks=st.lists(ASKS, min_size=1, max_size=14),
     slots=st.integers(1, 2),

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from starlette.requests import Request
 from starlette.responses import Response
@@ -147,7 +147,6 @@ async def _run(plans: Sequence[tuple[list[int], bool, str]], order: Sequence[int
     assert budget.held == 0
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.lists(PLANS, min_size=1, max_size=12), st.lists(st.integers(0, 11), max_size=60))
 def test_what_is_held_is_what_live_requests_have_sent(
     plans: list[tuple[list[int], bool, str]], order: list[int]

@@ -4,7 +4,7 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.api.facts import prefix_hashes
@@ -188,7 +188,6 @@ STEP = st.tuples(
 )
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.lists(STEP, max_size=60), st.integers(0, 9), st.booleans())
 def test_the_bound_holds_and_only_replicas_that_live_are_chosen(
     steps: list[tuple[str, int, int]], seed: int, prefixes: bool
@@ -336,7 +335,6 @@ def test_the_share_of_the_traffic_is_that_of_the_reports() -> None:
     assert one.share() == 1.0
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["charge", "end", "move", "release", "flap"]), st.integers(0, 9))))
 def test_tokens_are_those_of_the_calls_that_run(steps: list[tuple[str, int]]) -> None:
     one = loads("a", "b")
@@ -429,7 +427,6 @@ INDEX_STEPS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=40)
 @given(INDEX_STEPS, PREFIXES)
 def test_it_stays_bounded_and_never_names_a_replica_that_is_gone(
     steps: list[tuple[str, str, tuple[int, ...]]], prefix: tuple[int, ...]

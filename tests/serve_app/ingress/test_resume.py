@@ -5,7 +5,7 @@ from array import array
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.api.protocol import JSON
@@ -121,7 +121,6 @@ def test_some_streams_have_no_rest(sent: bytes) -> None:
         Splice(sent)
 
 
-@settings(deadline=None)
 @given(st.text(max_size=40), st.data())
 def test_the_client_gets_the_text_wherever_it_broke_and_however_it_is_cut(
     whole: str, data: st.DataObject

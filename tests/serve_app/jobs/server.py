@@ -1,6 +1,7 @@
 """A PostgreSQL server for tests."""
 
 import os
+import pwd
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,8 @@ from tests.progress import STILL_S
 
 LIMIT_S = STILL_S
 USER = "postgres"
+OWNER = USER if any(one.pw_name == USER for one in pwd.getpwall()) else "nobody"
+"""The user whose processes a server of root has; Debian's package makes `postgres`, unpacking it doesn't."""
 
 
 def program(name: str) -> str | None:
@@ -28,7 +31,7 @@ class Server:
     def __init__(self) -> None:
         # pytest's folders belong to the user who runs the tests; the server refuses to be root.
         self._folder = Path(tempfile.mkdtemp(prefix="pg-"))
-        self._user = USER if os.geteuid() == 0 else None
+        self._user = OWNER if os.geteuid() == 0 else None
         if self._user:
             shutil.chown(self._folder, self._user)
         self._numbers = count()

@@ -355,12 +355,14 @@ def test_promised_batches_are_in_time_and_few_are_refused_in_vain(seeds: range) 
     assert outcome.held_rows["unsure"] < 0.85 * outcome.rows["unsure"], outcome
 
 
+@pytest.mark.long
 def test_promises_hold_while_live_traffic_grows() -> None:
     """Each day has 3% more live traffic than the day before."""
     outcome = Days(4, 14, load=1.4, growth=0.03).run()
     assert outcome.kept >= 0.99, outcome
 
 
+@pytest.mark.long
 def test_without_refusals_a_tenant_breaks_few_promises_to_itself() -> None:
     outcome = Days(5, 12, load=1.8, refuse=False).run()
     assert outcome.kept >= 0.99, outcome

@@ -8,7 +8,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.ledger.parquet import schema, to_parquet
@@ -38,7 +38,6 @@ def table(data: bytes) -> Any:
     return pq.read_table(io.BytesIO(data))
 
 
-@settings(max_examples=50, deadline=None)
 @given(rows=st.lists(ROWS, max_size=5), rest=st.sampled_from([b"", b'{"call":"a-9","ti']))
 def test_a_segment_has_the_same_rows_in_both_forms(rows: list[LedgerRow], rest: bytes) -> None:
     """A crash may leave a part of a line at the end, which is no row."""

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from serve_app.ledger import writer as writer_module
@@ -197,7 +196,6 @@ def check(store: Store, *processes: Process) -> None:
     assert sizes.items() <= {key: value for one in processes for key, value in one.counted.items()}.items()
 
 
-@hypothesis_settings(max_examples=150, deadline=None)
 @given(
     turns=TURNS,
     kill_at=st.integers(0, 24),
@@ -232,7 +230,6 @@ def test_a_kill_at_any_write_loses_what_came_after_the_last_round_and_doubles_no
     check(store, dying, other)
 
 
-@hypothesis_settings(max_examples=100, deadline=None)
 @given(turns=TURNS, parquet=st.booleans())
 def test_a_process_that_ends_in_order_leaves_exact_sums(turns: list[Turn], parquet: bool) -> None:
     store = Store()

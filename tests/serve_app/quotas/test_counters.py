@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.quotas.counters import (
@@ -297,7 +297,6 @@ SEEDS = st.integers(0, 1 << 32)
 
 
 @given(SEEDS)
-@settings(max_examples=150, deadline=None)
 def test_no_window_gets_more_than_its_limit_whatever_happens(seed: int) -> None:
     fleet = Fleet()
     for step in steps_of(seed, "crash", "restart", "deliver", "jump"):
@@ -306,7 +305,6 @@ def test_no_window_gets_more_than_its_limit_whatever_happens(seed: int) -> None:
 
 
 @given(SEEDS)
-@settings(max_examples=150, deadline=None)
 def test_every_sum_is_exact_once_all_have_reported(seed: int) -> None:
     fleet = Fleet()
     for step in steps_of(seed, "restart", "deliver", "jump"):
@@ -316,7 +314,6 @@ def test_every_sum_is_exact_once_all_have_reported(seed: int) -> None:
 
 
 @given(SEEDS)
-@settings(max_examples=150, deadline=None)
 def test_every_sum_of_a_day_is_that_of_the_rows_after_any_crashes(seed: int) -> None:
     fleet = Fleet()
     for step in steps_of(seed, "restart", "crash", "crash", "deliver"):
@@ -326,7 +323,6 @@ def test_every_sum_of_a_day_is_that_of_the_rows_after_any_crashes(seed: int) -> 
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 20), st.floats(0, 1)), min_size=1, max_size=40))
-@settings(max_examples=60, deadline=None)
 def test_less_than_one_request_is_left_when_all_want_more(asks: list[tuple[int, int, float]]) -> None:
     fleet = Fleet(Quota(tokens_per_minute=200))
     for number, tokens, share in asks:

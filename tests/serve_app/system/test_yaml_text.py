@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.system.yaml_text import (
@@ -53,7 +53,6 @@ def values(thing: Any) -> Any:
     return thing
 
 
-@settings(max_examples=50)
 @given(st.dictionaries(keys, items, min_size=1, max_size=3), st.text("ab c\n"))
 def test_the_text_has_the_values(document: Section, head: str) -> None:
     assert yaml.safe_load(render(document, head)) == values(document)
@@ -129,7 +128,6 @@ def test_a_value_keeps_its_comment_and_a_new_one_gets_one() -> None:
 mappings = st.dictionaries(keys, plain, max_size=4)
 
 
-@settings(max_examples=100)
 @given(st.dictionaries(keys, items, min_size=1, max_size=3), mappings)
 def test_an_update_has_exactly_the_new_values(document: Section, change: dict[str, Any]) -> None:
     text = render(document, "About.")

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.tuning.twin import IDLE, STEPS, Replica, ReplicaSettings, Request
@@ -45,7 +45,6 @@ SHAPES = st.fixed_dictionaries(
 COMING = st.lists(st.tuples(st.floats(0, 1), st.integers(1, 90), st.integers(1, 60)), min_size=1, max_size=14)
 
 
-@settings(max_examples=300, deadline=None)
 @given(SHAPES, st.one_of(st.none(), st.integers(1, 6)), COMING)
 def test_the_steps_are_those_of_single_steps(
     shape: dict[str, Any], max_running: int | None, coming: list[tuple[float, int, int]]

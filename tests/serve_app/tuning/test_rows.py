@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batcher.stats import percentiles
@@ -33,7 +33,6 @@ def p99(found: Run, name: str) -> float:
     return percentiles([getattr(each, name) for each in found.requests], (0.99,))[0]
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     st.sampled_from(["64/64", "900:300/40:30", "300/200:150"]),
     st.integers(1, 12),
@@ -81,6 +80,7 @@ def test_rows_that_reserve_what_answers_have_been_run_in_greater_number() -> Non
     assert more.row_tokens_per_s > 1.3 * usual.row_tokens_per_s
 
 
+@pytest.mark.long
 def test_a_batch_that_needs_more_tokens_gets_more_replicas() -> None:
     goals = parse_goals("ttft_p99<0.3,tpot_p99<0.03")
     load = beside("512:256/128:64", ttft_s=0.285, tpot_s=0.0285)

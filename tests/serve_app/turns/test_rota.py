@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -289,4 +288,3 @@ class RotaMachine(RuleBasedStateMachine):
 
 
 TestRotaMachine = RotaMachine.TestCase
-TestRotaMachine.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 
 from serve_app.turns.schedule import Awake, TurnLimits, Waiting, expected_s, latest_start, next_turn
 
@@ -175,7 +175,6 @@ work = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=100)
 @given(work, st.integers(1, 60), st.integers(3, 40), st.integers(10, 900), st.booleans())
 def test_waits_and_turns_keep_their_limits(
     arrivals: list[tuple[float, str, float]], min_turn: int, switch: int, max_wait: int, still: bool

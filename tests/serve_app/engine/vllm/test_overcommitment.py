@@ -1,4 +1,7 @@
-"""`max_utilization` with the batcher, vLLM's own scheduler and a simulated device, on virtual time."""
+"""`max_utilization` with the batcher, vLLM's own scheduler and a simulated device, on virtual time.
+
+`tests/batcher/test_overcommitment.py` says the same of the batcher alone, in the short run.
+"""
 
 import asyncio
 import math
@@ -150,6 +153,7 @@ def lognormal(number: int, sigma: float = 1.0) -> list[int]:
     return [min(MOST, max(1, round(draw.lognormvariate(median, sigma)))) for _ in range(number)]
 
 
+@pytest.mark.long
 def test_rows_with_short_answers_are_overcommitted() -> None:
     lengths = lognormal(1200)
     safe, more = serve("guaranteed_no_evict", lengths), serve("max_utilization", lengths)
@@ -161,11 +165,12 @@ def test_rows_with_short_answers_are_overcommitted() -> None:
     assert more.again <= 0.005 * more.tokens
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "lengths",
     [
         pytest.param([40] * 200 + [MOST] * 150, id="short, then always the most"),
-        pytest.param(([40] * 100 + [MOST] * 100) * 2, id="phases", marks=pytest.mark.long),
+        pytest.param(([40] * 100 + [MOST] * 100) * 2, id="phases"),
     ],
 )
 def test_a_prediction_that_is_wrong_costs_nothing(lengths: list[int]) -> None:

@@ -430,7 +430,7 @@ REQUESTS = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     requests=REQUESTS,
     places=st.integers(1, 8),

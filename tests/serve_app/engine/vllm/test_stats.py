@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.inputs.engine import tokens_input
@@ -112,7 +112,6 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(steps=STEPS)
 def test_the_book_has_what_vllm_counts_at_any_time(steps: list[tuple[str, Any, Any]]) -> None:
     async def run() -> None:
