@@ -92,7 +92,6 @@ class AdapterState(StatsPart):
 
     id: str = Field(description="The name that clients put in `model`.")
     root: str = Field(default="", description="Its source.")
-    pinned: bool = Field(default=False, description="Whether it keeps its place on the device.")
     declared: bool = Field(default=False, description="Whether the config names it.")
     resident: bool = Field(default=False, description="Whether it is on the device now.")
 

@@ -100,13 +100,11 @@ class AdapterFigures:
 
     Attributes:
         id: The id that clients use.
-        pinned: Whether the adapter keeps its slot.
         replicas: Replicas that serve the adapter.
         resident: Replicas with the adapter in a slot now.
     """
 
     id: str
-    pinned: bool
     replicas: int
     resident: int
 
@@ -415,11 +413,8 @@ def _adapters(entries: Iterable[ReplicaStats]) -> list[AdapterFigures]:
     for entry in entries:
         for one in entry.adapters or ():
             if one is not None:
-                known = found.get(one.id, AdapterFigures(one.id, False, 0, 0))
-                resident = known.resident + one.resident
-                found[one.id] = AdapterFigures(
-                    one.id, known.pinned or one.pinned, known.replicas + 1, resident
-                )
+                known = found.get(one.id, AdapterFigures(one.id, 0, 0))
+                found[one.id] = AdapterFigures(one.id, known.replicas + 1, known.resident + one.resident)
     return list(found.values())
 
 

@@ -138,10 +138,7 @@ def _replica_state(replica: ReplicaFigures) -> Text:
 
 
 def _adapters(model: ModelFigures) -> Text:
-    shown = [
-        f"{plain(one.id)} {one.resident}/{one.replicas}{' pinned' if one.pinned else ''}"
-        for one in model.adapters[:MOST_ADAPTERS]
-    ]
+    shown = [f"{plain(one.id)} {one.resident}/{one.replicas}" for one in model.adapters[:MOST_ADAPTERS]]
     if more := model.adapters[MOST_ADAPTERS:]:
         shown.append(f"{len(more)} more")
     return Text.assemble(

@@ -3,17 +3,15 @@
 import asyncio
 import itertools
 import json
-import math
 import os
-import re
 import shutil
 import tempfile
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import quote, urljoin
+from urllib.parse import quote
 from uuid import uuid4
 
 from pydantic import ValidationError
@@ -26,32 +24,11 @@ from serve_app.system.hub_errors import explain
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 
-PREFIX = "base_model.model."
-"""Prefix that PEFT gives the names of the base model's layers."""
-
 MAX_BYTES = 16 << 30
 """Most bytes of an adapter."""
 
 MAX_CONFIG_BYTES = 4 << 20
 """Most bytes of its configuration, which is read as a whole."""
-
-MAX_RANK = 1 << 16
-"""Largest rank of an adapter, whatever the engine takes."""
-
-MAX_SCALING = 10_000.0
-"""Largest factor of a product of two matrices, by `lora_alpha` and rank. Trained adapters have 0.1 to 64."""
-
-MAX_CHANGE = 1e6
-"""Largest norm of what an adapter adds to the weights of one layer. Trained adapters have less than 1,000.
-
-With less, no value of an engine with 32 or 16 bits (bfloat16) overflows; float16 ends at 65,504.
-"""
-
-FLOAT32 = 3.4028234663852886e38
-"""The largest number with 32 bits."""
-
-PAIR = re.compile(r"(.*)\.(lora|lora_embedding)_([AB])(|\.weight)")
-"""The name of a matrix: its layer, its kind, which of the two it is, and how the name ends."""
 
 COPIES = "saturate-adapters-"
 """Prefix of the name of a directory of copies; the id of its process follows."""
@@ -63,9 +40,6 @@ MAX_ADAPTERS = 1_000
 """Most adapters of a model in the folder."""
 
 STORAGE = f"for s3:// and gs://: {extra('storage')}"
-
-Shapes = Mapping[str, tuple[int, int]]
-"""Outputs and inputs of the base model's linear layers, by their names."""
 
 
 class AdapterError(Exception):
@@ -82,12 +56,10 @@ class Adapter(NamedTuple):
     Attributes:
         path: The directory.
         rank: The largest rank of its matrices.
-        scaling: The largest factor of a product of its matrices.
     """
 
     path: Path
     rank: int
-    scaling: float
 
 
 class AdapterFiles:
@@ -123,7 +95,7 @@ class AdapterFiles:
             path.mkdir()
             copy = self._download if location.startswith("/") or "://" in location else self._from_hub
             copy(location, path)
-            return _described(path)
+            return Adapter(path, _rank(path))
         except AdapterError:
             shutil.rmtree(path, ignore_errors=True)
             raise
@@ -137,9 +109,8 @@ class AdapterFiles:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _download(self, location: str, target: Path) -> None:
-        of_web = location.startswith(("http://", "https://"))
         try:
-            fs, root = _file_system(location, **({"get_client": _web_client} if of_web else {}))
+            fs, root = _file_system(location)
         except ImportError as error:
             raise AdapterError(f"needs a package of its scheme: {STORAGE} ({error})") from None
         from fsspec.callbacks import Callback
@@ -193,183 +164,18 @@ def _file_system(place: str, **options: Any) -> tuple[Any, str]:
     return found
 
 
-async def _web_client(**options: Any) -> Any:
-    """Return a client for fsspec that follows redirections to other addresses with https only."""
-    import aiohttp
-
-    async def check(_session: Any, _context: Any, answer: Any) -> None:
-        headers = answer.response.headers
-        address = urljoin(str(answer.url), headers.get("Location") or headers.get("URI") or "")
-        if not address.startswith("https://"):
-            raise AdapterError(f"is redirected to {address}, and only https:// is followed")
-
-    trace = aiohttp.TraceConfig()
-    trace.on_request_redirect.append(check)
-    return aiohttp.ClientSession(trace_configs=[trace], **options)
-
-
-def _described(path: Path) -> Adapter:
-    """Return an adapter as its configuration describes it."""
-
-    def short(value: object) -> str:
-        text = repr(value)
-        return text if len(text) <= 40 else f"{text[:40]}…"
-
-    no_adapter = f"{CONFIG} is not that of a LoRA adapter in PEFT's format"
+def _rank(path: Path) -> int:
+    """Return the largest rank that the configuration of an adapter names; vLLM checks the rest of it."""
     try:
         config = json.loads((path / CONFIG).read_text())
         ranks = [config["r"], *(config.get("rank_pattern") or {}).values()]
-        alphas = [config["lora_alpha"], *(config.get("alpha_pattern") or {}).values()]
-        rslora = bool(config.get("use_rslora"))
+        if all(type(rank) is int and rank > 0 for rank in ranks):
+            return int(max(ranks))
+        reason = f"a rank (r, rank_pattern) is a positive integer, not {ranks!r:.80}"
     except Exception as error:
         # The file may hold anything, such as lists that are nested too deep to be read.
-        raise AdapterError(f"{no_adapter}: {error!r}") from None
-    for rank in ranks:
-        if type(rank) is not int or not 1 <= rank <= MAX_RANK:
-            raise AdapterError(
-                f"{no_adapter}: a rank (r, rank_pattern) is a positive integer, not {short(rank)}"
-            )
-    for alpha in alphas:
-        # JSON has no NaN and no Infinity, but Python reads them.
-        if type(alpha) not in (int, float) or not abs(alpha) <= FLOAT32:
-            raise AdapterError(
-                f"{CONFIG}: lora_alpha (and each value of alpha_pattern) is a finite number, not "
-                f"{short(alpha)}"
-            )
-    # Any value of a pattern may meet any other one.
-    least, alpha = min(ranks), max(map(abs, alphas))
-    scaling = alpha / (math.sqrt(least) if rslora else least)
-    if scaling > MAX_SCALING:
-        raise AdapterError(
-            f"{CONFIG}: lora_alpha {alpha:g} with rank {least} scales the matrices by {scaling:g}, and "
-            f"{MAX_SCALING:g} is the most"
-        )
-    return Adapter(path, max(ranks), scaling)
-
-
-class _Tensor(NamedTuple):
-    shape: tuple[int, ...]
-    norm: float
-    """NaN or infinite if a value is."""
-
-
-def check(adapter: Adapter, max_rank: int, shapes: Shapes | None, largest: float = FLOAT32) -> None:
-    """Check that an adapter fits the engine. vLLM takes matrices that are too small for its layers.
-
-    Args:
-        adapter: The adapter.
-        max_rank: The engine's `max_lora_rank`.
-        shapes: The base model's layers; None: they aren't known, and are left to vLLM.
-        largest: The largest number of the engine's arithmetic.
-
-    Raises:
-        AdapterError: It doesn't fit, or its numbers aren't finite.
-    """
-    if adapter.rank > max_rank:
-        raise AdapterError(f"has rank {adapter.rank}, and the engine takes {max_rank} (engine.max_lora_rank)")
-    tensors = _read_tensors(adapter.path / WEIGHTS)
-    if not tensors:
-        raise AdapterError(f"{WEIGHTS} has no matrices")
-    if shapes is not None:
-        _check_shapes(adapter, tensors, shapes)
-    _check_numbers(adapter, tensors, largest)
-
-
-def _read_tensors(path: Path) -> dict[str, _Tensor]:
-    import torch
-    from safetensors import SafetensorError, safe_open
-
-    found = {}
-    try:
-        # NumPy has no bfloat16.
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                tensor = file.get_tensor(name)
-                parts = tensor.flatten().split(1 << 22)
-                squares = (float(part.to(torch.float64).square().sum()) for part in parts)
-                found[name] = _Tensor(tuple(tensor.shape), math.sqrt(sum(squares)))
-    except (SafetensorError, OSError, RuntimeError) as error:
-        raise AdapterError(f"{WEIGHTS} can't be read: {error}") from None
-    return found
-
-
-def _check_shapes(adapter: Adapter, tensors: Mapping[str, _Tensor], shapes: Shapes) -> None:
-    def kind(layer: str) -> str:
-        return re.sub(r"\b\d+\b", "*", layer)
-
-    kinds = set(map(kind, shapes))
-    for name, (shape, _) in tensors.items():
-        layer, _, part = name.removesuffix(".weight").rpartition(".")
-        layer = layer.removeprefix(PREFIX)
-        if part == "base_layer" and shapes.get(layer, shape) != shape:
-            # PEFT saves the embeddings of the base model too, and vLLM has its own.
-            raise AdapterError(f"is for another base model: {name} has shape {shape}, not {shapes[layer]}")
-        if part not in ("lora_A", "lora_B"):
-            # vLLM knows these, or refuses them.
-            continue
-        if layer not in shapes:
-            if kind(layer) in kinds:
-                raise AdapterError(f"is for another base model: this one has no layer {layer}")
-            # vLLM may have another name for it.
-            continue
-        if len(shape) != 2:
-            raise AdapterError(f"{name} is no matrix: it has {len(shape)} dimensions")
-        outputs, inputs = shapes[layer]
-        size, own, rank = (shape[1], inputs, shape[0]) if part == "lora_A" else (shape[0], outputs, shape[1])
-        if size != own:
-            raise AdapterError(f"is for another base model: {name} has size {size}, and this one {own}")
-        if rank > adapter.rank:
-            raise AdapterError(f"{name} has rank {rank}, and {CONFIG} says {adapter.rank}")
-
-
-def _check_numbers(adapter: Adapter, tensors: Mapping[str, _Tensor], largest: float) -> None:
-    """Check that matrices come in pairs, and that all numbers stay finite in the engine."""
-    for name, (shape, norm) in tensors.items():
-        if not norm < math.inf:
-            raise AdapterError(f"{name} has values that are not finite (NaN, infinity), or too large")
-        if (named := PAIR.fullmatch(name)) is None:
-            continue
-        layer, kind, half, end = named.groups()
-        other = f"{layer}.{kind}_{'B' if half == 'A' else 'A'}{end}"
-        if other not in tensors:
-            raise AdapterError(f"{name} is alone: {WEIGHTS} has no {other}")
-        if half == "A":
-            continue
-        first = tensors[other]
-        if len(shape) == len(first.shape) == 2 and first.shape[0] != shape[1]:
-            raise AdapterError(f"{other} has rank {first.shape[0]}, and {name} has {shape[1]}")
-        # vLLM multiplies the second matrix by the factor.
-        number = max(first.norm, norm, norm * adapter.scaling)
-        if number > largest or first.norm * norm * adapter.scaling > MAX_CHANGE:
-            raise AdapterError(
-                f"changes {layer.removeprefix(PREFIX)} too much: its matrices have the norms "
-                f"{first.norm:g} and {norm:g}, and lora_alpha makes a factor of {adapter.scaling:g}; the "
-                f"product may be {MAX_CHANGE:g}, and each number {largest:g} (engine.dtype)"
-            )
-
-
-def layer_shapes(config: Any) -> Shapes | None:
-    """Return the shapes of a base model's linear layers; None: transformers doesn't know the model.
-
-    Args:
-        config: The configuration of transformers.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    try:
-        # Without memory for the weights.
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        shapes = {
-            name: (int(module.weight.shape[0]), int(module.weight.shape[1]))
-            for name, module in model.named_modules()
-            if isinstance(module, torch.nn.Linear | torch.nn.Embedding)
-        }
-    except Exception:
-        # transformers raises anything for a model that it doesn't know; vLLM may know it.
-        return None
-    return shapes or None
+        reason = repr(error)
+    raise AdapterError(f"{CONFIG} is not that of a LoRA adapter in PEFT's format: {reason}")
 
 
 class AdapterFolder:
@@ -501,9 +307,7 @@ class AdapterFolder:
 class AdapterSlots:
     """The places of adapters in an engine, as lanes of the batcher: a record names the adapter that it needs.
 
-    vLLM's scheduler counts the adapters of a step, and not the pinned ones that are idle. With more of both
-    than slots, vLLM would evict an adapter of the same step and fail. It also serves adapters that are loaded
-    before all others, for as long as requests for them come.
+    vLLM serves adapters that are loaded before all others, for as long as requests for them come.
 
     So the batcher starts a request only if `take` gives it a place. An adapter without requests stays until
     another adapter needs its place. If all have requests, the least recently used adapter drains: `take`
@@ -525,7 +329,6 @@ class AdapterSlots:
         self.on_change: Callable[[], object] = lambda: None
         # The requests of each adapter that has a place; the least recently used one goes first.
         self._requests: OrderedDict[str, int] = OrderedDict()
-        self._pinned: set[str] = set()
         # Adapters without a place of which requests were refused.
         self._wanted: set[str] = set()
         self._draining: str | None = None
@@ -565,7 +368,7 @@ class AdapterSlots:
         if self._requests[need]:
             return False
         self._wake()
-        return need not in self._pinned and self._reopened()
+        return self._reopened()
 
     def unwanted(self, need: str) -> bool:
         """Forget that an adapter is wanted: no request waits for it any more.
@@ -576,22 +379,8 @@ class AdapterSlots:
         self._wanted.discard(need)
         return not self._wanted and self._draining is not None and self._reopened()
 
-    def pin(self, adapter: str) -> None:
-        """Let an adapter keep the place that it has.
-
-        Raises:
-            KeyError: It has none; `claim` gets it one.
-        """
-        self._requests.move_to_end(adapter)
-        self._pinned.add(adapter)
-        if adapter == self._draining:
-            self._draining = None
-            self._wake()
-            self.on_change()
-
     def remove(self, adapter: str) -> None:
-        """Unpin an adapter, and free its place if it has no requests."""
-        self._pinned.discard(adapter)
+        """Free the place of an adapter if it has no requests."""
         if not self._requests.get(adapter, 1):
             del self._requests[adapter]
         self._wake()
@@ -624,8 +413,7 @@ class AdapterSlots:
     def _enter(self, adapter: str) -> bool:
         """Take a place for a request; an adapter without requests gives its own to another one."""
         if adapter not in self._requests and len(self._requests) >= self.count:
-            idle = (one for one in self._requests if not self._requests[one] and one not in self._pinned)
-            if (gone := next(idle, None)) is None:
+            if (gone := next((one for one in self._requests if not self._requests[one]), None)) is None:
                 return False
             del self._requests[gone]
         self._wanted.discard(adapter)
@@ -636,7 +424,7 @@ class AdapterSlots:
     def _drain(self) -> None:
         """Let the least recently used adapter drain, unless another adapter does."""
         if self._draining is None:
-            self._draining = next((one for one in self._requests if one not in self._pinned), None)
+            self._draining = next(iter(self._requests), None)
 
     def _reopened(self) -> bool:
         """End the drain, as places can be had again; return whether requests may have been refused."""

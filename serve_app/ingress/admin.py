@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from serve_app.api.errors import RequestError
-from serve_app.api.protocol import JSON, Flag, parse_body
+from serve_app.api.protocol import JSON, parse_body
 from serve_app.auth.key_store import KeyStore
 from serve_app.ingress.body import small_body
 from serve_app.ingress.context import context_of
@@ -74,7 +74,6 @@ class LoadBody(BaseModel):
         lora_name: Id under which the adapter is served.
         lora_path: Its source; see `AdapterSettings`.
         model: Id of the base model; may be left out if one model has adapters.
-        pinned: It keeps its slot.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -82,7 +81,6 @@ class LoadBody(BaseModel):
     lora_name: ServedId
     lora_path: str = Field(min_length=1)
     model: str | None = None
-    pinned: Flag = False
 
 
 class UnloadBody(BaseModel):
@@ -158,7 +156,7 @@ class Admin:
             raise RequestError(400, "invalid_request_error", message, param="lora_name")
         base = self._base(body.model)
         try:
-            adapter = AdapterSettings(source=body.lora_path, id=body.lora_name, pinned=body.pinned)
+            adapter = AdapterSettings(source=body.lora_path, id=body.lora_name)
         except ValidationError as error:
             reason = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
             message = f"lora_path: {reason}"

@@ -1,7 +1,7 @@
 """Settings of LoRA adapters."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +10,6 @@ from pydantic import (
     Field,
 )
 
-from serve_app.api.protocol import Flag
 from serve_app.settings.fields import ServedId, Strict
 from serve_app.settings.sources import DEMO_FOLDER, DEMO_MODEL
 
@@ -52,10 +51,6 @@ class AdapterSettings(Strict):
         description=(
             "The name that clients put in `model`; by default `MODEL:NAME`, with the last part of `source`."
         ),
-    )
-    pinned: Flag = Field(
-        default=False,
-        description="Keep the adapter's slot in the engine, even when requests need other adapters.",
     )
 
     @property
@@ -103,13 +98,3 @@ LATER_SLOTS = 4
 """The smallest default of `max_loras` where adapters may be loaded while the service runs."""
 
 MAX_CPU_SLOTS = 64
-
-
-def check_pinned(slots: int, adapters: Iterable[AdapterSettings]) -> None:
-    """Raise a ValueError if pinned adapters leave no free slot."""
-    pinned = sum(adapter.pinned for adapter in adapters)
-    if pinned and pinned >= slots:
-        raise ValueError(
-            f"adapters: {pinned} are pinned, and the engine has {slots} slots (engine.max_loras); one slot "
-            "must stay free; pin fewer, or raise max_loras"
-        )

@@ -33,7 +33,6 @@ from serve_app.settings.adapters import (
     MAX_SLOTS,
     AdapterSettings,
     adapters_by_id,
-    check_pinned,
 )
 from serve_app.settings.fields import (
     FolderOrURL,
@@ -477,11 +476,10 @@ class LLMSettings(Strict):
 
     @property
     def slots(self) -> int:
-        """`engine.max_loras` in effect: room for the pinned adapters and others."""
-        pinned = sum(adapter.pinned for adapter in self.adapters)
+        """`engine.max_loras` in effect."""
         later = self.adapters_folder is not None or self.engine.enable_lora
         usual = max(len(self.adapters), LATER_SLOTS if later else 1)
-        return self.engine.max_loras or max(min(usual, MAX_SLOTS), pinned + 1)
+        return self.engine.max_loras or min(usual, MAX_SLOTS)
 
     @property
     def cpu_slots(self) -> int:
@@ -494,7 +492,6 @@ class LLMSettings(Strict):
         adapters_by_id(self.id, self.adapters)
         if self.adapters and self.engine.enable_lora is False:
             raise ValueError("engine.enable_lora: must be true, or left out, since there are adapters")
-        check_pinned(self.slots, self.adapters)
         if self.has_adapters and "worker_extension_cls" in self.engine.extra:
             raise ValueError(
                 "engine.extra.worker_extension_cls: an engine with adapters has saturate's own, which checks "

@@ -31,7 +31,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("adapters")
     config, app, model = local()
     model["adapters"] = [
-        {"source": "saturate://demo/capitals", "pinned": True},
+        {"source": "saturate://demo/capitals"},
         {"source": "saturate://demo/symbols", "id": "symbols"},
     ]
     model["adapters_folder"] = str(folder / "kept")

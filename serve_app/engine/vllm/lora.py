@@ -12,7 +12,6 @@ import shutil
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -33,15 +32,12 @@ from serve_app.engine.adapters import (
     AdapterFolder,
     AdapterSlots,
     FolderError,
-    Shapes,
-    check,
-    layer_shapes,
 )
 from serve_app.engine.vllm.lora_worker import UNUSED
 from serve_app.engine.vllm.stats import own_work
 from serve_app.engine.vllm.warm_up import POOLING
 from serve_app.ledger.calls import CallBook
-from serve_app.settings.adapters import AdapterSettings, adapters_by_id, check_pinned
+from serve_app.settings.adapters import AdapterSettings, adapters_by_id
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.schema import SettingsError
 from serve_app.system.rounds import Rounds
@@ -165,9 +161,8 @@ class Adapters:
         self._book = book
         self._clock = clock
         self._awake = awake
-        # A simulated device has no layers to compare with, and nothing to try.
+        # A simulated device has no layers, and nothing to try.
         self._simulated = settings.simulate is not None
-        self._layers = cache(self._read_layers)
         self._numbers = itertools.count(1)
         self._declared = adapters_by_id(settings.id, settings.adapters)
         place = settings.adapters_folder
@@ -209,7 +204,6 @@ class Adapters:
             {
                 "id": id,
                 "root": one.settings.root,
-                "pinned": one.settings.pinned,
                 "declared": id in self._declared,
                 "resident": id in resident,
             }
@@ -252,7 +246,6 @@ class Adapters:
             raise SettingsError("user_config.adapters: the engine was started without engine.enable_lora")
         try:
             declared = adapters_by_id(self._settings.id, wanted)
-            check_pinned(self._settings.slots, wanted)
         except ValueError as error:
             raise SettingsError(f"user_config.{error}") from None
         async with self._lock:
@@ -285,12 +278,6 @@ class Adapters:
         async with self._lock:
             if id in self._served:
                 raise AdapterError("is loaded already; unload it first")
-            try:
-                check_pinned(
-                    self._settings.slots, [*(one.settings for one in self._served.values()), settings]
-                )
-            except ValueError as error:
-                raise AdapterError(str(error)) from None
             await self._prepare(id, settings)
 
     async def keep(self, id: str, settings: AdapterSettings | None) -> str:
@@ -362,11 +349,6 @@ class Adapters:
                     logger.warning("the adapter %s still has requests for the one before it", id)
                     continue
             one = self._prepared[id]
-            if one.settings.pinned:
-                async with self._awake(), self.slots.claim(id):
-                    await self._llm.add_lora(one.request)
-                    await self._llm.pin_lora(one.request.lora_int_id)
-                    self.slots.pin(id)
             self._served[id] = self._prepared.pop(id)
             self.requests[id] = one.request
             logger.info("the adapter %s (%s) is served", id, one.settings.source)
@@ -401,16 +383,6 @@ class Adapters:
         if before := self._prepared.pop(id, None):
             await self._unload(before.request)
         adapter = self._fetched.pop(id, None) or await self._fetch(settings)
-        config = self._llm.vllm_config.lora_config
-
-        def fits() -> None:
-            check(adapter, config.max_lora_rank, self._layers(), torch.finfo(config.lora_dtype).max)
-
-        try:
-            await asyncio.to_thread(fits)
-        except BaseException:
-            shutil.rmtree(adapter.path, ignore_errors=True)
-            raise
         request = LoRARequest(id, next(self._numbers), str(adapter.path))
         try:
             async with self._awake():
@@ -423,9 +395,6 @@ class Adapters:
             await asyncio.shield(self._run(self._unload(request)))
             raise
         self._prepared[id] = Loaded(settings, request)
-
-    def _read_layers(self) -> Shapes | None:
-        return None if self._simulated else layer_shapes(self._llm.model_config.hf_config.get_text_config())
 
     async def _fetch(self, settings: AdapterSettings) -> Adapter:
         fetching = asyncio.ensure_future(asyncio.to_thread(self._files.fetch, settings.location))

@@ -184,16 +184,14 @@ def test_a_simulated_model_says_so_and_replicas_that_are_missing_show() -> None:
 
 def test_adapters_are_counted_over_the_replicas() -> None:
     def entry(name: str, *resident: str) -> Any:
-        listed = [
-            {"id": id, "pinned": id == "words", "resident": id in resident} for id in ("words", "german")
-        ]
+        listed = [{"id": id, "resident": id in resident} for id in ("words", "german")]
         return llm(name) | {"adapters": listed}
 
     words, german = only(
         polled(0.0, {"demo": replicas(entry("a", "words"), entry("b", "words", "german"))})
     ).adapters
-    assert (words.id, words.pinned, words.replicas, words.resident) == ("words", True, 2, 2)
-    assert (german.id, german.pinned, german.replicas, german.resident) == ("german", False, 2, 1)
+    assert (words.id, words.replicas, words.resident) == ("words", 2, 2)
+    assert (german.id, german.replicas, german.resident) == ("german", 2, 1)
 
 
 def test_tenants_are_summed_over_models_and_sorted_by_their_tokens() -> None:

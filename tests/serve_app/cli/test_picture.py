@@ -132,11 +132,9 @@ def test_a_model_has_a_line_by_its_kind_and_state() -> None:
 
 
 def test_adapters_and_batches_have_a_line() -> None:
-    listed = [{"id": f"a{number}", "pinned": not number, "resident": number < 2} for number in range(20)]
+    listed = [{"id": f"a{number}", "resident": number < 2} for number in range(20)]
     text = drawn(look({"demo": {"replicas": [llm("a") | {"adapters": listed}]}}))
-    assert line(text, "demo adapters").startswith(
-        "demo adapters (loaded in replicas) a0 1/1 pinned, a1 1/1, a2 0/1"
-    )
+    assert line(text, "demo adapters").startswith("demo adapters (loaded in replicas) a0 1/1, a1 1/1, a2 0/1")
     assert f"{20 - MOST_ADAPTERS} more" in text
     batches = {
         "batches": {"in_progress": 2, "validating": 0},

@@ -106,38 +106,6 @@ def test_a_drain_is_not_for_an_adapter_that_has_its_place() -> None:
     assert (batcher.running["b"], batcher.waiting) == (2, [])
 
 
-def test_a_pinned_adapter_keeps_its_place() -> None:
-    batcher = made(2, "p")
-    batcher.slots.pin("p")
-    batcher.end("p")
-    for adapter in ("a", "b", "c"):
-        batcher.ask(adapter)
-        assert set(batcher.slots.resident) == {"p", adapter}
-        batcher.end(adapter)
-    batcher.slots.remove("p")
-    assert batcher.slots.resident == ["c"]
-    with pytest.raises(KeyError):
-        batcher.slots.pin("p")
-
-
-def test_an_adapter_that_is_removed_lets_another_in() -> None:
-    batcher = made(1, "p")
-    batcher.slots.pin("p")
-    batcher.ask("c")
-    batcher.end("p")
-    assert batcher.waiting == ["c"]
-    batcher.slots.remove("p")
-    assert batcher.slots.resident == ["c"]
-
-
-def test_a_pinned_adapter_does_not_drain() -> None:
-    batcher = made(2, "a", "b", "c", "a")
-    batcher.slots.pin("a")
-    assert (batcher.running["a"], batcher.waiting) == (2, ["c"])
-    batcher.end("b")
-    assert batcher.slots.resident == ["a", "c"]
-
-
 async def test_the_end_of_the_last_request_is_told() -> None:
     batcher = made(1, "a", "a")
     leaving = asyncio.ensure_future(batcher.slots.left("a"))
@@ -174,22 +142,6 @@ async def test_a_claim_goes_before_all_that_wait() -> None:
     assert (batcher.slots.resident, batcher.waiting) == (["a"], ["b", "d"])
 
 
-async def test_a_claim_gets_the_place_of_an_adapter_that_is_removed() -> None:
-    batcher = made(1, "p")
-    batcher.slots.pin("p")
-    batcher.end("p")
-
-    async def claim() -> None:
-        async with batcher.slots.claim("c"):
-            assert batcher.slots.resident == ["c"]
-
-    claiming = asyncio.ensure_future(claim())
-    await asyncio.sleep(0)
-    batcher.slots.remove("p")
-    async with asyncio.timeout(LIMIT_S):
-        await claiming
-
-
 async def test_a_claim_that_is_given_up_lets_the_others_in() -> None:
     batcher = made(1, "a")
 
@@ -210,7 +162,7 @@ async def test_a_claim_that_is_given_up_lets_the_others_in() -> None:
 ADAPTERS = "abcde"
 ACTIONS = st.lists(
     st.tuples(
-        st.sampled_from([*["ask", "end"] * 3, "cancel", "pin", "remove", "claim", "give up", "loop", "look"]),
+        st.sampled_from([*["ask", "end"] * 3, "cancel", "remove", "claim", "give up", "loop", "look"]),
         st.sampled_from(ADAPTERS),
     ),
     min_size=4,
@@ -225,7 +177,6 @@ def test_any_order_of_requests_keeps_the_places_and_leaves_nobody_out(
     async def run() -> None:
         slots = AdapterSlots(count)
         batcher = Batcher(slots)
-        pinned: set[str] = set()
         claims: dict[str, asyncio.Task[None]] = {}
         held: set[str] = set()
         release = asyncio.Event()
@@ -243,7 +194,7 @@ def test_any_order_of_requests_keeps_the_places_and_leaves_nobody_out(
 
         def check() -> None:
             assert len(slots.resident) <= count
-            assert used() | pinned <= set(slots.resident)
+            assert used() <= set(slots.resident)
 
         for action, adapter in actions:
             if action == "ask":
@@ -252,11 +203,7 @@ def test_any_order_of_requests_keeps_the_places_and_leaves_nobody_out(
                 batcher.end(adapter)
             elif action == "cancel" and adapter in batcher.waiting:
                 batcher.cancel(adapter)
-            elif action == "pin" and adapter in slots.resident and len(pinned | {adapter}) < count:
-                slots.pin(adapter)
-                pinned.add(adapter)
             elif action == "remove":
-                pinned.discard(adapter)
                 slots.remove(adapter)
             elif action == "claim" and adapter.upper() not in claims:
                 name = adapter.upper()

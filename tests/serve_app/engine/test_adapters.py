@@ -7,25 +7,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from huggingface_hub import constants
-from safetensors.numpy import save_file
-from safetensors.torch import save_file as save_torch_file
+from safetensors.numpy import load_file
 
 from serve_app.engine.adapters import (
     AdapterError,
     AdapterFiles,
     AdapterFolder,
     FolderError,
-    check,
-    layer_shapes,
 )
 from serve_app.settings.adapters import AdapterSettings
-from serve_app.settings.models import LLMSettings
-from serve_app.settings.sources import DEMO_MODEL
-from tests.serve_app.engine.adapters import LAYER, SHAPES, write_adapter
+from tests.serve_app.engine.adapters import write_adapter
 from tests.serve_app.models.hub_server import running_hub, without_account
 
 
@@ -34,13 +27,17 @@ def files(tmp_path: Path) -> AdapterFiles:
     return AdapterFiles(tmp_path)
 
 
+def is_whole(adapter: Any) -> bool:
+    """Return whether both files of an adapter can be read."""
+    return len(load_file(adapter.path / "adapter_model.safetensors")) == 2 and adapter.rank == 4
+
+
 def test_a_copy_outlives_its_source(files: AdapterFiles, tmp_path: Path) -> None:
     source = write_adapter(tmp_path / "source")
     adapter = files.fetch(str(source))
     for file in source.iterdir():
         file.unlink()
-    assert adapter.rank == 4
-    check(adapter, 8, SHAPES)
+    assert is_whole(adapter)
 
 
 def test_copies_go_with_their_process(tmp_path: Path) -> None:
@@ -64,7 +61,7 @@ def test_a_source_that_fails_leaves_no_copy(files: AdapterFiles, tmp_path: Path)
 
 
 def test_a_path_is_a_path_whatever_its_characters(files: AdapterFiles, tmp_path: Path) -> None:
-    check(files.fetch(str(write_adapter(tmp_path / "a::memory"))), 8, SHAPES)
+    assert is_whole(files.fetch(str(write_adapter(tmp_path / "a::memory"))))
 
 
 def test_a_url_is_read_through_fsspec(files: AdapterFiles, tmp_path: Path) -> None:
@@ -74,7 +71,7 @@ def test_a_url_is_read_through_fsspec(files: AdapterFiles, tmp_path: Path) -> No
     memory = fsspec.filesystem("memory")
     memory.put(f"{source}/", f"{tmp_path}/bucket/words/", recursive=True)
     adapter = files.fetch(f"memory://{tmp_path}/bucket/words")
-    check(adapter, 8, SHAPES)
+    assert is_whole(adapter)
     with pytest.raises(AdapterError, match=r"has no file adapter_config\.json"):
         files.fetch(f"memory://{tmp_path}/bucket/none")
 
@@ -85,10 +82,10 @@ def test_an_adapter_of_the_hub_is_downloaded(
     source = write_adapter(tmp_path / "source")
     with running_hub(source) as url:
         without_account(monkeypatch, tmp_path, url)
-        check(files.fetch("org/folder"), 8, SHAPES)
+        assert is_whole(files.fetch("org/folder"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     # It is in the client's cache now.
-    check(files.fetch("org/folder"), 8, SHAPES)
+    assert is_whole(files.fetch("org/folder"))
 
 
 @pytest.mark.parametrize(
@@ -145,14 +142,6 @@ def test_a_config_of_odd_values_is_an_error(files: AdapterFiles, tmp_path: Path,
         files.fetch(str(source))
 
 
-def test_a_matrix_without_rows_is_an_error(files: AdapterFiles, tmp_path: Path) -> None:
-    source = write_adapter(tmp_path / "source")
-    name = f"base_model.model.{LAYER}.lora_A.weight"
-    save_file({name: np.array(1.0, np.float32)}, source / "adapter_model.safetensors")
-    with pytest.raises(AdapterError, match=f"{name} is no matrix"):
-        check(files.fetch(str(source)), 8, SHAPES)
-
-
 def test_a_copy_that_can_not_be_written_is_an_error(files: AdapterFiles, tmp_path: Path) -> None:
     source = write_adapter(tmp_path / "source")
     files.close()
@@ -160,118 +149,14 @@ def test_a_copy_that_can_not_be_written_is_an_error(files: AdapterFiles, tmp_pat
         files.fetch(str(source))
 
 
-def test_an_adapter_that_does_not_fit_is_an_error_with_the_reason(
-    files: AdapterFiles, tmp_path: Path
-) -> None:
-    cases = {
-        "rank": (write_adapter(tmp_path / "a", rank=16), r"rank 16, and the engine takes 8"),
-        "pattern": (write_adapter(tmp_path / "b", rank_pattern={"q": 9}), "rank 9"),
-        "inputs": (write_adapter(tmp_path / "c", inputs=4), "another base model.*size 4, and this one 8"),
-        "outputs": (write_adapter(tmp_path / "d", outputs=12), "another base model.*size 12"),
-        "layer": (write_adapter(tmp_path / "e", layer=LAYER.replace("0", "9")), "no layer model.layers.9"),
-    }
-    for source, reason in cases.values():
-        with pytest.raises(AdapterError, match=reason):
-            check(files.fetch(str(source)), 8, SHAPES)
-
-
-def test_a_layer_that_transformers_names_otherwise_is_left_to_vllm(
-    files: AdapterFiles, tmp_path: Path
-) -> None:
-    source = write_adapter(tmp_path / "source", layer="language_model.experts.0.w1")
-    check(files.fetch(str(source)), 8, SHAPES)
-
-
-A, B = (f"base_model.model.{LAYER}.lora_{half}.weight" for half in "AB")
-
-
-def changed(folder: Path, **tensors: Any) -> Path:
-    """Write an adapter of ones with other matrices, `A` and `B`; None: without one of them."""
-    source = write_adapter(folder)
-    found = {"A": torch.ones(4, 8), "B": torch.ones(16, 4)} | tensors
-    names = {"A": A, "B": B}
-    save_torch_file(
-        {names.get(key, key): tensor for key, tensor in found.items() if tensor is not None},
-        source / "adapter_model.safetensors",
-    )
-    return source
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("value", "reason"),
-    [(float("nan"), r"lora_B\.weight has values that are not finite"), (float("-inf"), "are not finite")],
+    "fields",
+    ['"r": 0', '"r": 2.5', '"r": 1e999', '"r": true', '"rank_pattern": {"q_proj": "8"}', '"r": null'],
 )
-def test_a_number_that_is_not_finite_is_an_error(
-    files: AdapterFiles, tmp_path: Path, dtype: torch.dtype, value: float, reason: str
-) -> None:
-    second = torch.ones(16, 4, dtype=dtype)
-    second[7, 2] = value
-    with pytest.raises(AdapterError, match=reason):
-        check(files.fetch(str(changed(tmp_path / "source", B=second))), 8, None)
-
-
-@pytest.mark.parametrize(
-    ("tensors", "reason"),
-    [
-        ({"A": torch.full((4, 8), 1e30)}, rf"changes {LAYER} too much: .* the norms 5\.65.*e\+30"),
-        ({"B": torch.full((16, 4), 1e6)}, "too much"),
-        ({"A": torch.full((4, 8), 1e300, dtype=torch.float64)}, "or too large"),
-        ({"A": None}, rf"{B} is alone: adapter_model.safetensors has no {A}"),
-        ({"B": None}, rf"{A} is alone"),
-        ({"A": torch.ones(3, 8)}, rf"{A} has rank 3, and {B} has 4"),
-    ],
-)
-def test_matrices_that_are_too_large_or_make_no_pair_are_an_error(
-    files: AdapterFiles, tmp_path: Path, tensors: Any, reason: str
-) -> None:
-    with pytest.raises(AdapterError, match=reason):
-        check(files.fetch(str(changed(tmp_path / "source", **tensors))), 8, SHAPES)
-
-
-def test_numbers_have_to_fit_the_arithmetic_of_the_engine(files: AdapterFiles, tmp_path: Path) -> None:
-    # A factor of 2.
-    adapter = files.fetch(str(changed(tmp_path / "source", B=torch.full((16, 4), 5e3))))
-    check(adapter, 8, SHAPES)
-    with pytest.raises(AdapterError, match=r"each number 65504 \(engine\.dtype\)"):
-        check(adapter, 8, SHAPES, torch.finfo(torch.float16).max)
-
-
-def test_a_vocabulary_of_another_size_is_an_error(files: AdapterFiles, tmp_path: Path) -> None:
-    shapes = SHAPES | {"model.embed_tokens": (32, 8)}
-    name = "base_model.model.model.embed_tokens.base_layer.weight"
-    check(files.fetch(str(changed(tmp_path / "a", **{name: torch.ones(32, 8)}))), 8, shapes)
-    with pytest.raises(AdapterError, match=r"has shape \(33, 8\), not \(32, 8\)"):
-        check(files.fetch(str(changed(tmp_path / "b", **{name: torch.ones(33, 8)}))), 8, shapes)
-
-
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ('"lora_alpha": NaN', "lora_alpha .* is a finite number, not nan"),
-        ('"lora_alpha": 1e999', "a finite number, not inf"),
-        ('"lora_alpha": 1' + "0" * 400, "a finite number, not 10000"),
-        ('"lora_alpha": "8"', "a finite number, not '8'"),
-        ('"lora_alpha": true', "a finite number, not True"),
-        ('"lora_alpha": 1e30', r"lora_alpha 1e\+30 with rank 4 scales .* by 2\.5e\+29, and 10000 is"),
-        ('"lora_alpha": -1e30', "scales the matrices by"),
-        ('"lora_alpha": 8, "alpha_pattern": {"q_proj": Infinity}', "a finite number, not inf"),
-        ('"lora_alpha": 80000, "rank_pattern": {"q_proj": 1}', "with rank 1 scales the matrices by 80000"),
-        ('"lora_alpha": 80000, "use_rslora": true', "scales the matrices by 40000"),
-        ('"lora_alpha": 8, "r": 0', "a rank .* is a positive integer, not 0"),
-        ('"lora_alpha": 8, "r": 2.5', "a positive integer, not 2.5"),
-        ('"lora_alpha": 8, "r": 1' + "0" * 400, "a positive integer, not 10000"),
-        ('"lora_alpha": 8, "r": 1e999', "a positive integer, not inf"),
-        ('"lora_alpha": 8, "rank_pattern": {"q_proj": "8"}', "a positive integer, not '8'"),
-        ('"r": 4', "PEFT's format"),
-    ],
-)
-def test_a_config_whose_numbers_are_not_sane_is_an_error(
-    files: AdapterFiles, tmp_path: Path, fields: str, reason: str
-) -> None:
+def test_a_rank_that_is_none_is_an_error(files: AdapterFiles, tmp_path: Path, fields: str) -> None:
     source = write_adapter(tmp_path / "source")
     (source / "adapter_config.json").write_text(f'{{"r": 4, {fields}}}')
-    with pytest.raises(AdapterError, match=reason):
+    with pytest.raises(AdapterError, match=r"PEFT's format: a rank .* is a positive integer, not"):
         files.fetch(str(source))
 
 
@@ -307,21 +192,6 @@ def web_server(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str
         server.server_close()
 
 
-def test_a_redirection_to_a_host_without_https_is_not_followed(files: AdapterFiles, tmp_path: Path) -> None:
-    asked: list[str] = []
-
-    def redirect(handler: BaseHTTPRequestHandler) -> None:
-        asked.append(handler.path)
-        handler.send_response(302)
-        handler.send_header("location", "/inside")
-        handler.send_header("content-length", "0")
-        handler.end_headers()
-
-    with web_server(redirect) as url, pytest.raises(AdapterError, match=r"redirected to http.*only https://"):
-        files.fetch(f"{url}/words")
-    assert asked == ["/words/adapter_config.json"]
-
-
 def test_a_web_server_that_tells_no_size_can_not_fill_the_disk(files: AdapterFiles, tmp_path: Path) -> None:
     def endless(handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(200)
@@ -332,23 +202,6 @@ def test_a_web_server_that_tells_no_size_can_not_fill_the_disk(files: AdapterFil
 
     with web_server(endless) as url, pytest.raises(AdapterError, match=r"_config\.json has .* are the most"):
         files.fetch(f"{url}/words")
-
-
-def test_weights_that_are_cut_off_are_an_error(files: AdapterFiles, tmp_path: Path) -> None:
-    source = write_adapter(tmp_path / "source")
-    (source / "adapter_model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
-    with pytest.raises(AdapterError, match="can't be read"):
-        check(files.fetch(str(source)), 8, SHAPES)
-
-
-def test_the_layers_of_a_base_model_are_known_without_its_weights() -> None:
-    from transformers import AutoConfig
-
-    shapes = layer_shapes(AutoConfig.from_pretrained(LLMSettings(id="demo", source=DEMO_MODEL).path))
-    assert shapes is not None
-    assert shapes[LAYER] == (128, 128)
-    assert shapes["model.layers.3.mlp.down_proj"] == (128, 384)
-    assert layer_shapes(object()) is None
 
 
 WORDS = AdapterSettings(source="/adapters/words", id="words")
@@ -365,13 +218,13 @@ def test_what_one_process_keeps_another_one_reads(place: str) -> None:
     assert theirs.read() == {}
     theirs.remove("words")
     ours.write("words", WORDS)
-    ours.write("org/demo:a", pinned := AdapterSettings(source="org/a", id="org/demo:a", pinned=True))
-    assert theirs.read() == {"words": WORDS, "org/demo:a": pinned}
+    ours.write("org/demo:a", other := AdapterSettings(source="org/a", id="org/demo:a"))
+    assert theirs.read() == {"words": WORDS, "org/demo:a": other}
     ours.write("words", longer := AdapterSettings(source="/adapters/longer", id="words"))
-    assert theirs.read() == {"words": longer, "org/demo:a": pinned}
+    assert theirs.read() == {"words": longer, "org/demo:a": other}
     theirs.remove("words")
     theirs.remove("words")
-    assert ours.read() == {"org/demo:a": pinned}
+    assert ours.read() == {"org/demo:a": other}
 
 
 def test_a_change_is_seen_whatever_its_size_and_time(place: str) -> None:

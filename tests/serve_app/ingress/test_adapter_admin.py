@@ -113,7 +113,7 @@ async def load(client: httpx.AsyncClient, name: str = "words", **more: Any) -> h
 
 
 async def test_one_call_loads_an_adapter_on_every_replica(client: httpx.AsyncClient, fleet: Fleet) -> None:
-    answer = await load(client, pinned=True)
+    answer = await load(client)
     assert answer.json() == {
         "object": "adapter",
         "id": "words",
@@ -121,7 +121,7 @@ async def test_one_call_loads_an_adapter_on_every_replica(client: httpx.AsyncCli
         "status": "loaded",
         "replicas": 2,
     }
-    wanted = {"words": AdapterSettings(source="/adapters/words", id="words", pinned=True)}
+    wanted = {"words": AdapterSettings(source="/adapters/words", id="words")}
     assert [member.served for member in fleet.members] == [wanted, wanted]
     shown = {one["id"]: one for one in (await client.get("/v1/models")).json()["data"]}
     assert (shown["words"]["parent"], shown["words"]["root"]) == ("demo", "words")

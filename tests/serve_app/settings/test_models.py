@@ -122,8 +122,8 @@ def test_there_are_as_many_slots_as_adapters_within_bounds(
     assert found.has_adapters
 
 
-def test_pinned_adapters_leave_a_slot_free_and_no_adapters_need_none() -> None:
-    assert model(adapters=[{"source": f"/a/{number}", "pinned": True} for number in range(9)]).slots == 10
+def test_an_engine_has_few_slots_and_none_without_adapters() -> None:
+    assert model(adapters=[{"source": f"/a/{number}"} for number in range(9)]).slots == 8
     assert not model().has_adapters
 
 

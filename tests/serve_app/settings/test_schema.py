@@ -280,10 +280,6 @@ def test_a_wrong_value_is_refused_with_its_path_and_itself(path: str, words: str
             {"models[0].adapters": [{"source": "/a/x"}, {"source": "/b/x"}]},
             ".models[0]: adapters[1].id: 'demo:x' is used twice",
         ),
-        (
-            {"models[0].adapters[0].pinned": True, "models[0].engine.max_loras": 1},
-            ".models[0]: adapters: 1 are pinned, and the engine has 1 slots",
-        ),
         ({"models[0].engine.enable_lora": False}, ".models[0]: engine.enable_lora: must be true"),
         (
             {"models[0].engine.extra": {"worker_extension_cls": "a.B"}},

@@ -15,7 +15,7 @@ def test_limits_weights_and_adapters_are_read_and_left_out_fields_are_none() -> 
         "goals": {"ttft_p99_s": 0.5, "tpot_p99_s": None},
         "tenant_weights": {"a": 2.0},
     }
-    adapters = ({"source": "org/words", "id": None, "pinned": True},)
+    adapters = ({"source": "org/words", "id": None},)
     given = {"batcher": batcher, "adapters": adapters}
     assert parse_user_config(given).model_dump() == given
     assert parse_user_config({}).model_dump() == {"batcher": dict.fromkeys(batcher), "adapters": None}
