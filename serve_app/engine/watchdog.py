@@ -1,10 +1,12 @@
 """Watches over a replica: its engine has to make progress, and its event loop has to turn."""
 
 import asyncio
-import faulthandler
 import logging
 import os
+import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -30,8 +32,8 @@ BOUND_S = 1.0
 TICK_S = 0.25
 """Seconds between two ticks of the loop."""
 
-STDERR = 2
-"""File descriptor of standard error, also where Python's `sys.stderr` is another file."""
+FRAMES = 8
+"""Innermost calls in a report."""
 
 
 class EngineWatch:
@@ -126,50 +128,54 @@ class EngineWatch:
 class LoopWatch:
     """Reports an event loop that is held: no request of the replica gets on meanwhile.
 
-    Python's `faulthandler` writes the calls of all threads while the loop is held, without the interpreter's
-    lock; the log tells how long it was.
+    A thread looks at the calls of the loop with the interpreter's lock. Python's `faulthandler` looks
+    without the lock, which can end the process while other threads run.
 
     Args:
         bound_s: Seconds for which the loop may be held.
-        tick_s: Seconds between two ticks of the loop.
-        stacks: File descriptor that gets the calls; by default standard error.
+        tick_s: Seconds between two ticks of the loop, and between two looks of the thread.
     """
 
-    def __init__(self, bound_s: float = BOUND_S, tick_s: float = TICK_S, stacks: int = STDERR) -> None:
+    def __init__(self, bound_s: float = BOUND_S, tick_s: float = TICK_S) -> None:
         self._bound_s = bound_s
         self._tick_s = tick_s
-        self._stacks = stacks
         self._longest_s = 0.0
+        self._stopped = threading.Event()
 
     def start(self) -> "LoopWatch":
         """Start, on the running loop."""
         self._loop = asyncio.get_running_loop()
-        self._arm()
+        self._ticked_at = time.monotonic()
+        self._timer = self._loop.call_later(self._tick_s, self._tick)
+        threading.Thread(
+            target=self._look, args=(threading.get_ident(),), name="loop-watch", daemon=True
+        ).start()
         return self
 
     def stop(self) -> None:
         """Stop, on the loop."""
+        self._stopped.set()
         self._timer.cancel()
-        faulthandler.cancel_dump_traceback_later()
 
     def take_longest(self) -> float:
         """Return the longest seconds for which the loop was held since the last call."""
         longest_s, self._longest_s = self._longest_s, 0.0
         return longest_s
 
-    def _arm(self) -> None:
-        self._ticked_at = time.monotonic()
-        faulthandler.dump_traceback_later(self._tick_s + self._bound_s, file=self._stacks)
-        self._timer = self._loop.call_later(self._tick_s, self._tick)
+    def _held_s(self) -> float:
+        return max(0.0, time.monotonic() - self._ticked_at - self._tick_s)
 
     def _tick(self) -> None:
-        held_s = max(0.0, time.monotonic() - self._ticked_at - self._tick_s)
-        self._longest_s = max(self._longest_s, held_s)
-        if held_s >= self._bound_s:
-            logger.error(
-                "the event loop was held for %.1f s; the calls of that moment are in the standard error of "
-                "process %d",
-                held_s,
-                os.getpid(),
-            )
-        self._arm()
+        self._longest_s = max(self._longest_s, self._held_s())
+        self._ticked_at = time.monotonic()
+        self._timer = self._loop.call_later(self._tick_s, self._tick)
+
+    def _look(self, loop_thread: int) -> None:
+        reported = 0.0
+        while not self._stopped.wait(self._tick_s):
+            held_s, tick = self._held_s(), self._ticked_at
+            if held_s < self._bound_s or tick == reported:
+                continue
+            reported = tick
+            calls = "".join(traceback.format_stack(sys._current_frames().get(loop_thread), FRAMES))
+            logger.error("the event loop has been held for %.1f s; its innermost calls:\n%s", held_s, calls)

@@ -148,8 +148,8 @@ ROWS_DISPLACED = Metric(
 LOOP_HELD = Metric(
     "saturate_loop_held_seconds",
     "gauge",
-    "Longest time in the last second for which an Engine replica's event loop was held; its standard error "
-    "has the calls",
+    "Longest time in the last second for which an Engine replica's event loop was held; the log has the "
+    "calls",
 )
 BATCH_RECORDS = Metric(
     "saturate_batch_records", "histogram", "Records in a batch of a function", ("model",), RECORDS
