@@ -80,13 +80,14 @@ DEFAULT_SCHEDULING = Scheduling()
 """The scheduling of a request without scheduling fields."""
 
 
-def _printable(tenant: str) -> str:
+def printable(tenant: str) -> str:
+    """Return the name of a tenant; raise a ValueError if it is no such name."""
     if not 1 <= len(tenant) <= MAX_TENANT or not tenant.isprintable():
         raise ValueError(f"must be 1 to {MAX_TENANT} printable characters")
     return tenant
 
 
-Tenant = Annotated[str, AfterValidator(_printable)]
+Tenant = Annotated[str, AfterValidator(printable)]
 
 
 class SchedulingFields(BaseModel):
@@ -141,7 +142,7 @@ def scheduling_of(headers: Headers, fields: SchedulingFields, *, tenant: str | N
 
 def _tenant(value: bytes) -> str:
     try:
-        return _printable(value.decode())
+        return printable(value.decode())
     except ValueError:
         message = f"x-tenant: must be 1 to {MAX_TENANT} printable characters"
         raise RequestError(400, "invalid_request_error", message, param="x-tenant") from None

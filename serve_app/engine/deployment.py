@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from msgspec import structs
+
 from serve_app.api.errors import EngineLostError, RequestError, engine_failed
 from serve_app.api.facts import facts_of_call
 from serve_app.api.protocol import JSON, GenerateRequest, GenerateResponse, parse_generate
@@ -249,7 +251,7 @@ class Engine(Replica):
     def _job(self, request: RelayRequest) -> Job:
         facts = request.facts
         if request.path == GENERATE and facts.output is None:
-            request = replace(request, facts=replace(facts, output=self._engine.default_output))
+            request = replace(request, facts=structs.replace(facts, output=self._engine.default_output))
         return Job(request)
 
     async def _answer(self, job: Job, answer: Answer) -> None:

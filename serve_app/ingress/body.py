@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect, Request
 
 from serve_app.api.errors import RequestError
-from serve_app.api.facts import count_values
 from serve_app.settings.ingress import IngressSettings
 
 BOM = b"\xef\xbb\xbf"
@@ -32,11 +31,8 @@ RETRY_AFTER_S = 1.0
 """Seconds after which a refused client comes back. A large body on its way gives up its bytes once it is
 answered, which may be at any time."""
 
-LARGE_BYTES = 1 << 20
+LARGE_BYTES = 1 << 18
 """A body with more bytes is large: a look into it takes milliseconds, into one of 32 MiB up to a second."""
-
-VALUE_BYTES = 200
-"""Bytes of a text that take as long as one value of JSON."""
 
 T = TypeVar("T")
 
@@ -196,12 +192,6 @@ def held_body(scope: MutableMapping[str, Any]) -> HeldBody:
 _thread = ThreadPoolExecutor(1, thread_name_prefix="large-bodies")
 
 
-def weight(body: bytes) -> int:
-    """Return the bytes of a body, or of a text that takes as long: 150 kB may have 100,000 values."""
-    size = len(body)
-    return size if size > LARGE_BYTES else max(size, VALUE_BYTES * count_values(body))
-
-
 async def look(size: int, call: Callable[[], T]) -> T:
     """Return the result of a call that looks into a body: beside the event loop if the body is large.
 
@@ -209,7 +199,7 @@ async def look(size: int, call: Callable[[], T]) -> T:
     turns in between, and no more than one large body is looked into at once.
 
     Args:
-        size: Bytes of the body, or its `weight`.
+        size: Bytes of the body.
         call: Looks into it.
     """
     if size <= LARGE_BYTES:

@@ -26,7 +26,7 @@ from serve_app.ingress import batches
 from serve_app.ingress.admin import Admin
 from serve_app.ingress.api_document import DOCUMENT, PAGE, VERSION, APIDocument
 from serve_app.ingress.batches import Forward
-from serve_app.ingress.body import BodyBudget, look, read_body, weight
+from serve_app.ingress.body import BodyBudget, look, read_body
 from serve_app.ingress.context import RequestMiddleware, context_of
 from serve_app.ingress.models import ServedModels
 from serve_app.ingress.pages import DOCS_HEADERS, page_routes
@@ -201,10 +201,8 @@ class Ingress:
         body = await read_body(request, limits)
         path = path_of(request.scope)
         content_type, stated = request.headers.get("content-type", ""), request.query_params.get("model", "")
-        facts, body = await look(
-            weight(body),
-            partial(read, body, path, limits, content_type=content_type, model=stated),
-        )
+        call = partial(read, body, path, limits, content_type=content_type, model=stated)
+        facts, body = await look(len(body), call)
         path = MOVED.get(path, path)
         context = context_of(request.scope)
         await self._models.learn(facts.model)

@@ -302,7 +302,6 @@ def test_a_value_that_can_not_be_read_is_refused_and_not_quoted(value: bytes, ot
         ([{"role": "user", "content": "a, b"}] * 3, 3),
         ([{"role": "user", "content": ["a"] * 5}, {"role": "tool", "content": [{"text": "a"}] * 2}], 9),
         ([[{"role": "user", "content": "a"}] * 2] * 3, 6),
-        ({"content": [{"text": "a"}] * 4}, 5),
         ("a" * 9, 0),
     ],
 )
@@ -320,8 +319,9 @@ def test_messages_and_their_parts_are_counted_exactly(messages: object, count: i
 def test_messages_that_are_nested_too_deeply_are_refused(other: str) -> None:
     text = "[" * 9 + '{"content": "a"}' * 2 + "]" * 9
     text = text.replace("}{", "}, {")
-    with pytest.raises(RequestError, match=r"^messages: nested too deeply"):
-        inspect(f'{{"messages": {text}, "x": {other}}}'.encode(), CHAT, IngressSettings(max_messages=1))
+    for name in ("system", "documents"):
+        with pytest.raises(RequestError, match=f"^{name}: nested too deeply"):
+            inspect(f'{{"{name}": {text}, "x": {other}}}'.encode(), CHAT, LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -337,10 +337,42 @@ def test_prompts_in_tokens_may_be_long() -> None:
     assert facts_of("/v1/completions", limits, prompt=[list(range(40)), list(range(40))]).prompts == 2
     with pytest.raises(RequestError, match=r"20 values.*200 numbers.*ingress\.max_values"):
         facts_of("/v1/completions", limits, prompt=list(range(NUMBERS * 20 + 2)))
-    # Not beside a text, nor in a field that is no prompt in tokens.
-    for path, prompt in (("/v1/completions", [*range(50), "a"]), (CHAT, list(range(40)))):
-        with pytest.raises(RequestError, match="20 values"):
-            facts_of(path, limits, prompt=prompt)
+    with pytest.raises(RequestError, match="20 values"):
+        facts_of("/v1/completions", limits, documents=list(range(40)))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "at"),
+    [
+        ("prompt", "[1.5, 1.5]", "[0]"),
+        ("prompt", '[1, 1, "a"]', "[2]"),
+        ("prompt", "[[1, 1.5]]", "[0][1]"),
+        ("prompt", '["a", 1]', "[1]"),
+        ("prompt", "[null, null]", "[0]"),
+        ("tokens", '[ "a", 1]', "[1]"),
+        ("input", "[{}, 1]", "[1]"),
+        ("messages", "[{}, {}]", "[0]"),
+        ("messages", '[{"role":"user"}, 1]', "[1]"),
+        ("messages", '[[{"role":"user"}, {}]]', "[0][1]"),
+    ],
+)
+def test_a_list_is_refused_at_its_first_wrong_item(name: str, text: str, at: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        inspect(f'{{"{name}": {text}}}'.encode(), CHAT, LIMITS)
+    assert (caught.value.status, caught.value.param) == (400, name)
+    assert f"`${at}`" in caught.value.message
+
+
+@given(
+    st.sampled_from(["prompt", "input", "tokens"]),
+    st.text()
+    | st.lists(st.text())
+    | st.lists(st.integers())
+    | st.lists(st.lists(st.integers(), min_size=1))
+    | st.lists(st.dictionaries(st.text(), st.text())),
+)
+def test_a_list_of_one_kind_passes(name: str, value: object) -> None:
+    facts_of("/v1/responses", **{name: value})
 
 
 def test_the_messages_of_a_conversation_are_one_prompt() -> None:
@@ -865,15 +897,21 @@ async def test_no_field_of_a_form_is_read_for_less_than_vllm_reads(
 @pytest.mark.parametrize(
     ("body", "type"),
     [
-        (form(MODEL), "multipart/form-data"),
-        (form(MODEL), "text/plain; boundary=cut"),
         (b"", CUT),
         (b"", ""),
     ],
 )
-def test_other_bodies_have_no_such_field(body: bytes, type: str) -> None:
+def test_a_form_without_a_model_has_the_one_of_the_query(body: bytes, type: str) -> None:
     assert form_facts(body, type).model is None
     assert form_facts(body, type, model="named").model == "named"
+
+
+@pytest.mark.parametrize("type", ["multipart/form-data", "text/plain; boundary=cut", "a/b"])
+def test_a_route_takes_bodies_of_its_type_alone(type: str) -> None:
+    with pytest.raises(RequestError, match=r"^content-type: must be multipart/form-data"):
+        form_facts(form(MODEL), type)
+    with pytest.raises(RequestError, match=r"^content-type: must be application/json"):
+        inspect(b"{}", CHAT, LIMITS, content_type=type)
 
 
 @pytest.mark.parametrize(
@@ -922,7 +960,7 @@ def test_a_boundary_may_be_as_long_as_the_standard_allows() -> None:
 
 def test_a_form_is_estimated_without_its_bytes() -> None:
     facts = form_facts(form(FILE.replace(b"\xff", b"\xff" * 9_000), DISPOSITION + b"n\r\n\r\n2"))
-    assert (facts.prefix, facts.tokens, facts.answers, facts.prompt) == ((), EXPECTED_OUTPUT, 2, None)
+    assert (facts.prefix, facts.tokens, facts.answers, facts.prompt) == ((), 2 * EXPECTED_OUTPUT, 2, None)
     assert facts.size > 9_000
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
+from msgspec import structs
+
 from batcher import ContinuousBatcher
 from serve_app.api.errors import RequestError
 from serve_app.api.facts import Facts
@@ -51,7 +53,7 @@ def new_job(request: RelayRequest = REQUEST, *, facts: dict[str, Any] | None = N
     own = {name: fields.pop(name) for name in ("adapter", "body", "resumes") if name in fields}
     scheduling = Scheduling(**(request.scheduling._asdict() | fields))
     facts = (facts or {}) | ({"grammar": True} if "body" in own else {})
-    request = replace(request, scheduling=scheduling, facts=replace(request.facts, **facts), **own)
+    request = replace(request, scheduling=scheduling, facts=structs.replace(request.facts, **facts), **own)
     return Job(request, began=now())
 
 

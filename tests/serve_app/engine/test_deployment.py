@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from serve_app.api.errors import EngineLostError, RequestError
 from serve_app.api.facts import Facts
@@ -249,7 +250,7 @@ async def test_a_request_that_can_not_start_in_time_is_a_408() -> None:
 @virtual
 async def test_a_request_that_waits_at_the_door_has_keep_alives(body: bytes) -> None:
     async with serving(failing(200)) as served:
-        request = replace(REQUEST, body=body, facts=replace(FACTS, grammar=True))
+        request = replace(REQUEST, body=body, facts=structs.replace(FACTS, grammar=True))
         messages = [each async for each in served.engine.relay(request)]
         assert messages[:-1] == [KEEP_ALIVE] * len(messages[:-1])
         assert len(messages) >= 4
@@ -436,7 +437,7 @@ async def test_a_refused_request_counts_for_no_limit(why: str) -> None:
             case "adapter":
                 request = replace(request, adapter="demo:none")
             case "grammar":
-                request = replace(request, body=grammar_body(-1), facts=replace(FACTS, grammar=True))
+                request = replace(request, body=grammar_body(-1), facts=structs.replace(FACTS, grammar=True))
         call = PROMPT | {"tenant": "acme", "queue_timeout_s": request.scheduling.queue_timeout_s}
         count = {"full queue": 2, "deadline": 1}.get(why, 0)
         held = [asyncio.ensure_future(served.site.run(new_job(), 10.0)) for _ in range(count)]
@@ -487,7 +488,7 @@ async def test_a_client_that_leaves_before_its_prompt_is_made_gives_its_slot_bac
             held = asyncio.ensure_future(served.site.run(new_job(), 20.0))
             await blocked()
         elif where == "a grammar":
-            request = replace(REQUEST, body=grammar_body(20), facts=replace(FACTS, grammar=True))
+            request = replace(REQUEST, body=grammar_body(20), facts=structs.replace(FACTS, grammar=True))
         messages = served.engine.relay(request)
         assert await anext(messages) == KEEP_ALIVE
         await messages.aclose()
@@ -570,7 +571,7 @@ async def test_more_token_ids_than_can_be_parsed_are_refused_without_a_slot() ->
     async with serving(failing(200)) as served:
         for tokens, status in ((1_000, 200), (2_000, 400)):
             body = json.dumps({"model": "demo", "tokens": [7] * tokens}).encode()
-            facts = replace(FACTS, runs=False, output=0, size=len(body))
+            facts = structs.replace(FACTS, runs=False, output=0, size=len(body))
             found, answered = await served.answer(
                 replace(REQUEST, path="/detokenize", body=body, facts=facts)
             )
@@ -638,7 +639,7 @@ async def test_the_tokens_of_a_call_are_reported_until_it_ends() -> None:
         reported.append(served.engine.record_routing_stats())
 
     async with serving(failing(200, seen=report)) as served:
-        await served.answer(replace(REQUEST, facts=replace(FACTS, tokens=1_000)))
+        await served.answer(replace(REQUEST, facts=structs.replace(FACTS, tokens=1_000)))
         assert reported == [{"tokens": 1_024}]
         served.generate.meanwhile = report
         await served.engine.generate({"prompts": ["x" * 4_000], "max_tokens": 24})

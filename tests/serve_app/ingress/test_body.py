@@ -26,7 +26,6 @@ from serve_app.ingress.body import (
     look,
     read_body,
     small_body,
-    weight,
 )
 from serve_app.ingress.context import RequestMiddleware
 from serve_app.settings.ingress import IngressSettings
@@ -362,18 +361,6 @@ async def test_a_small_body_is_looked_into_at_once() -> None:
     assert await look(LARGE_BYTES, threading.get_ident) == threading.get_ident()
 
 
-async def test_a_body_of_many_values_is_a_large_one() -> None:
-    body = b'{"messages": [' + b"[{}]," * 5_000 + b"[{}]]}"
-    assert len(body) < LARGE_BYTES / 10
-    assert await look(weight(body), threading.get_ident) != threading.get_ident()
-
-
-@pytest.mark.parametrize("text", ["a" * LARGE_BYTES, "Well, it is so, as it was. " * 1_000])
-def test_a_text_weighs_about_as_much_as_its_bytes(text: str) -> None:
-    body = json.dumps({"prompt": text}).encode()
-    assert len(body) <= weight(body) < 20 * len(body)
-
-
 async def test_large_bodies_take_turns_and_leave_the_loop_alone() -> None:
     free, entered = threading.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -436,7 +423,7 @@ async def test_an_error_of_the_look_is_the_caller_s() -> None:
 def cpu_s(call: Callable[[], object]) -> float:
     """Return the least seconds of this process that a call takes."""
     found = []
-    for _ in range(20):
+    for _ in range(5):
         began = time.process_time()
         with suppress(RequestError):
             call()
@@ -444,28 +431,25 @@ def cpu_s(call: Callable[[], object]) -> float:
     return min(found)
 
 
-BODY = 32 << 10
-
-
 @pytest.mark.parametrize(
     ("head", "unit", "end"),
     [
-        (b'{"messages": [{"content": "', b'Well, \\"it\\" is.\\n', b'"}]}'),
-        (b'{"messages": [{"content": "', b"\\ud83d\\ude00", b'"}]}'),
-        (b'{"messages": [', b'{"role": "user", "content": "a"}, ', b"{}]}"),
+        (b'{"messages": [{"role": "user", "content": "', b'Well, \\"it\\" is.\\n', b'"}]}'),
+        (b'{"messages": [{"role": "user", "content": "', b"\\ud83d\\ude00", b'"}]}'),
+        (b'{"messages": [', b'{"role": "user"}, ', b"{}]}"),
+        (b'{"messages": [', b'{"role": "user"}, ', b'{"role": ""}]}'),
+        (b'{"messages": [', b"[], ", b"[]]}"),
         (b'{"messages": [', b"NaN, ", b"1]}"),
         (b'{"prompt": [', b'"a", ', b'"a"]}'),
+        (b'{"prompt": [', b"1,", b"1]}"),
         (b"{", b'"f%d": NaN, ', b'"n": 1}'),
     ],
-    ids=["text", "escapes", "messages", "NaN", "prompts", "fields"],
+    ids=["text", "escapes", "no role", "messages", "lists", "NaN", "prompts", "tokens", "fields"],
 )
-def test_a_look_holds_the_loop_for_no_longer_than_a_parse_of_a_few_small_bodies(
-    head: bytes, unit: bytes, end: bytes
-) -> None:
-    units = [unit % i if b"%" in unit else unit for i in range(BODY // len(unit))]
-    while weight(body := head + b"".join(units) + end) > LARGE_BYTES:
-        units = units[: len(units) * 9 // 10]
-    control = b"[%s{}]" % (b"{}," * (BODY // 3))
+def test_a_look_holds_the_loop_for_no_longer_than_a_parser(head: bytes, unit: bytes, end: bytes) -> None:
+    units = [unit % i if b"%" in unit else unit for i in range(LARGE_BYTES // len(unit))]
+    body = head + b"".join(units) + end
+    control = json.dumps({"prompt": [{}] * (LARGE_BYTES // 3)})
     took = cpu_s(lambda: inspect(body, "/v1/completions", LIMITS))
-    # Parsing the control takes a quarter of a millisecond.
-    assert took < 10 * cpu_s(lambda: json.loads(control))
+    # Parsing the control takes two milliseconds.
+    assert took < 8 * cpu_s(lambda: json.loads(control))

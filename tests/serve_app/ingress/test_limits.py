@@ -63,7 +63,7 @@ PROMPT = {"prompt": "x"}
         ("/generate", {"prompts": ["x"] * 4}, "prompts"),
         ("/generate", {"messages": [[{"content": "x"}] * 7] * 2}, "messages"),
         ("/generate", {"messages": [[{"content": [{"text": "x"}] * 12}]]}, "messages"),
-        (CHAT, {"metadata": {str(key): key for key in range(2000)}}, None),
+        (CHAT, {"metadata": {str(key): key for key in range(2000)}}, "metadata"),
         ("/generate", {"prompts": [{}] * 2000}, None),
         ("/process", {"records": [[{}] * 2000]}, None),
     ],
@@ -120,13 +120,11 @@ async def test_a_request_within_the_limits_goes_through(path: str, body: object)
 @pytest.mark.parametrize("path", [CHAT, "/v1/embeddings", "/v1/audio/transcriptions"])
 @pytest.mark.parametrize("type", ["text/plain", "multipart/form-data; boundary=cut"])
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-32-be"])
-async def test_a_body_that_an_engine_may_parse_has_a_bound_on_its_values_whatever_its_type(
-    path: str, type: str, encoding: str
-) -> None:
+async def test_a_body_of_no_type_that_its_route_reads_is_refused(path: str, type: str, encoding: str) -> None:
     body = json.dumps({"tools": [[]] * 2000}).encode(encoding)
     async with Client(max_values=1000) as client:
         response = await client.post(path, content=body, headers={"content-type": type})
-        check_error(response, 400, "invalid_request_error")
+        assert response.status_code == 400
         assert client.engine.requests == []
 
 
