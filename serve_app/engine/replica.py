@@ -153,8 +153,9 @@ class Replica:
             if answer.ended:
                 # A failure behind the answer is not the answer's.
                 return
-            # Logged with its stack below.
-            job.fault = job.fault or error
+            if self._refusal(job) is None:
+                # Logged with its stack below. The application fails too where a job was refused.
+                job.fault = job.fault or error
             if not self._died and not answer.fail(job.failure or internal_error(error)):
                 raise
         finally:

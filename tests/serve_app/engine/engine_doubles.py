@@ -238,7 +238,9 @@ class PlayedReplica(Replica):
 
     async def answer(self, job: Job) -> AsyncGenerator[Piece, None]:
         """Yield the pieces of the answer to a job, without keep-alives."""
-        answer = Answer(job.request, job.usage, refusal=lambda: job.failure, lost=lambda: self.engine.died)
+        answer = Answer(
+            job.request, job.usage, refusal=lambda: self._refusal(job), lost=lambda: self.engine.died
+        )
         async with aclosing(answer.pieces(self._make(job, answer))) as pieces:
             async for piece in pieces:
                 if piece is not KEEP_ALIVE:
@@ -249,6 +251,9 @@ class PlayedReplica(Replica):
 
     def _limited(self, job: Job) -> bool:
         return False
+
+    def _refusal(self, job: Job) -> RequestError | None:
+        return job.failure
 
 
 def failing(status: int = 500, *, seen: Callable[[Job], object] = lambda job: None) -> Any:
