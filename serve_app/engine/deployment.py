@@ -15,7 +15,6 @@ from serve_app.api.routes import GENERATE, unserved
 from serve_app.engine.adapters import AdapterError
 from serve_app.engine.answer import Answer
 from serve_app.engine.autoscaling import autoscaling_stats
-from serve_app.engine.grammars import GrammarCheck
 from serve_app.engine.job import Job
 from serve_app.engine.openai import run, too_many_ids
 from serve_app.engine.replica import (
@@ -117,10 +116,6 @@ class Engine(Replica):
                 sleeper = await self._engine.sleeper(share)
                 await self._turns.rehearse(sleeper, self._engine.batcher)
                 self._turns.run(sleeper, self._engine.batcher)
-        vocabulary = await asyncio.to_thread(self._engine.grammar_vocabulary)
-        self._grammars = GrammarCheck(settings.grammar_cpu_s, settings.grammar_compile_cpu_s, vocabulary)
-        self._engine.check_grammars(self._grammars)
-        self._starting = asyncio.create_task(self._grammars.start())
         self._engine.door.unfit = self._unfit
         self._watch = EngineWatch(
             self._engine, settings.engine_hang_timeout_s, excused=self._ended, last=self._flush
@@ -330,8 +325,6 @@ class Engine(Replica):
     async def __del__(self) -> None:
         if engine_watch := getattr(self, "_watch", None):
             engine_watch.stop()
-            self._starting.cancel()
-            await self._grammars.stop()
         if self._turns is not None:
             self._turns.stop()
         if engine := getattr(self, "_engine", None):

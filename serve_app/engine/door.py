@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from batcher import Aborted, BatcherError, ContinuousBatcher, Expired, Oversize, QueueFull, Slot
 from serve_app.api.errors import EngineAwayError, RequestError
 from serve_app.engine.adapters import AdapterSlots
-from serve_app.engine.grammars import GrammarCheck, check_lengths, grammars_of
+from serve_app.engine.grammars import Recent, key_of
 from serve_app.engine.job import Job
 
 if TYPE_CHECKING:
@@ -22,12 +22,12 @@ The rest waits in the order of the batcher. Live jobs have no such bound: a job 
 no other live job up. As many jobs that run no model, such as those of `/tokenize`, run at once.
 """
 
-GRAMMAR, ADAPTER = "grammar", "adapter "
-"""Needs of jobs beside cost; the last one is followed by the adapter's id."""
+GRAMMAR, ADAPTER = "grammar ", "adapter "
+"""Needs of jobs beside cost; the tenant of a grammar follows, or the id of an adapter."""
 
 
 class EngineLanes:
-    """The needs of jobs beside cost: places of adapters, the process that checks grammars.
+    """The needs of jobs beside cost: places of adapters, and one new grammar of each tenant at a time.
 
     Args:
         adapters: The places of adapters on the device.
@@ -35,22 +35,22 @@ class EngineLanes:
 
     def __init__(self, adapters: AdapterSlots) -> None:
         self._adapters = adapters
-        self._free = {GRAMMAR: 1}
+        self._grammars: set[str] = set()
 
     def take(self, need: str) -> bool:
         """Take a need for one job; False: there is none left now."""
         if need.startswith(ADAPTER):
             return self._adapters.take(need[len(ADAPTER) :])
-        if not self._free[need]:
+        if need in self._grammars:
             return False
-        self._free[need] -= 1
+        self._grammars.add(need)
         return True
 
     def give(self, need: str) -> bool:
         """Give a need back; return whether a need that was refused may be had now."""
         if need.startswith(ADAPTER):
             return self._adapters.give(need[len(ADAPTER) :])
-        self._free[need] += 1
+        self._grammars.discard(need)
         return True
 
     def unwanted(self, need: str) -> bool:
@@ -73,11 +73,9 @@ class Door:
         max_values: Most answers and logprobs in the answer to a job.
 
     Attributes:
-        grammars: Checks grammars.
         unfit: Returns why no job can run now; None: jobs can run.
     """
 
-    grammars: GrammarCheck
     unfit: Callable[[], RequestError | None]
 
     def __init__(
@@ -96,6 +94,7 @@ class Door:
         self._adapters = adapters
         self._context = context
         self._blocks = blocks
+        self._known = Recent()
 
     async def admit(self, job: Job) -> None:
         """Admit a job: return when it may run now, with all that it needs.
@@ -117,9 +116,8 @@ class Door:
         self._check_values(job.facts.values)
         if adapter := job.request.adapter:
             await self._adapters.check(adapter)
-        if job.facts.grammar:
-            job.grammars = tuple(grammars_of(job.request.body))
-            check_lengths(job.grammars)
+        if job.facts.grammar and job.facts.runs:
+            job.grammar = key_of(job.request.body)
         slot = job.slot = self._slot(job)
         if job.request.resumes:
             # A stream that goes on is never refused: it waits for space too.
@@ -128,7 +126,7 @@ class Door:
             slot.enter_nowait()
         except BatcherError as error:
             raise refusal_of(error) from None
-        job.admitted = slot.running and not job.grammars
+        job.admitted = slot.running
         return job.admitted
 
     def count(self, job: Job, values: int) -> None:
@@ -170,8 +168,6 @@ class Door:
             if adapter := job.request.adapter:
                 # The adapter may have been removed meanwhile.
                 self._adapters.lora_request(adapter)
-            if job.grammars:
-                await self.grammars.check(job.grammars)
             job.admitted = True
         except BatcherError as error:
             raise refusal_of(error) from None
@@ -228,6 +224,9 @@ class Door:
             if not own:
                 await self._enter_further(job, slot)
             self.correct(slot, prompt_tokens, max_tokens)
+            if job.grammar:
+                # The engine can compile what the job asks for.
+                self._known.set(job.grammar, "")
             yield slot
         except BaseException as raised:
             failure = raised
@@ -249,8 +248,9 @@ class Door:
         if not slot.running:
             raise refusal_of(Aborted("the slot was given back before its prompt was made"))
         slot.correct(prompt_tokens, max_tokens)
-        if GRAMMAR in slot.needs:
-            slot.give(GRAMMAR)
+        for need in slot.needs:
+            if need.startswith(GRAMMAR):
+                slot.give(need)
 
     async def _enter_further(self, job: Job, slot: Slot) -> None:
         """Return once a further slot of a job has started; a few wait at a time."""
@@ -264,21 +264,19 @@ class Door:
     def _slot(self, job: Job) -> Slot:
         """Return the slot of a job, at the upper bound of its first prompt's cost."""
         facts = job.facts
-        needs: tuple[str, ...] = ()
-        if job.grammars and self.grammars.unknown(job.grammars):
-            needs += (GRAMMAR,)
         if not facts.runs:
             return self._texts.slot(
                 0,
                 priority=job.scheduling.priority,
                 tenant=self._weigh(job, self._texts),
                 deadline=job.deadline,
-                needs=needs,
             )
         context, n = self._context, facts.answers
         prompt = context if facts.prompt is None else facts.prompt
         output = context if facts.output is None else max(0, facts.output)
-        needs += self._adapter_need(job)
+        needs = self._adapter_need(job)
+        if job.grammar is not None and self._known.get(job.grammar) is None:
+            needs += (GRAMMAR + job.scheduling.tenant,)
         return self._batcher_slot(job, *self._bound(prompt, output, n), n, job.deadline, needs)
 
     def _bound(self, prompt: int, output: int, n: int = 1) -> tuple[int, int]:

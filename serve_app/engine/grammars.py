@@ -1,338 +1,336 @@
-"""Grammars of requests, JSON schemas and the like that constrain an answer: their bodies, and their check.
+"""Grammars that constrain answers, such as JSON schemas: compiled first in a process that may be ended.
 
-vLLM parses a grammar on the event loop of its server, without a limit of time: a schema of 300 bytes can take
-minutes, in which the engine sends nothing to anybody. So each grammar is parsed and compiled in a process of
-its own first, within limits.
+vLLM parses a grammar on the event loop of its server, and compiles it in its engine, without a limit of time:
+a schema of 300 bytes can take minutes. So the engine's own compiler runs in a process beforehand, within
+limits of CPU and memory. The process is forked from a server that has made the imports (`forkserver`), and
+another one is there at once.
 """
 
 import asyncio
 import hashlib
-import json
 import logging
+import multiprocessing
 import os
+import re
+import resource
+import signal
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, NamedTuple
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from threading import Lock
+from typing import Any
 
 import msgspec
 
 from serve_app.api.errors import RequestError
 from serve_app.api.facts import GRAMMARS
-from serve_app.api.protocol import JSON
-from serve_app.engine.grammar_worker import COMPILING, PARSING, READY, REFUSED
-from serve_app.system.cpu_scheduling import use_usual_priority
+from serve_app.system.parent_death import end_with
 
 logger = logging.getLogger("ray.serve")
 
+MAX_CHARS = 262_144
+"""Longest grammar."""
+
+MAX_BYTES = 1 << 20
+"""Most bytes of all fields with grammars, which vLLM parses as JSON on the event loop: 10 ms."""
+
+MEMORY_BYTES = 4 << 30
+"""Memory of the process."""
+
+REMEMBERED = 4_096
+"""Grammars whose verdict is kept, and bodies whose grammars are known: 2 MB at most."""
+
+WAIT_S = 30.0
+"""Longest wait for a verdict by default. The process has a limit of CPU: it got no core until then."""
+
+RETRY_S = 5.0
+"""Seconds after which a request may be tried again whose grammar has got no verdict."""
+
+NICENESS = 10
+"""Priority at which grammars are compiled: the engine's steps go first."""
+
+REASON_CHARS = 300
+"""Longest reason."""
+
+SOURCE = re.compile(r"(\[\d\d:\d\d:\d\d\] )?/\S+:\d+: (Check failed: .*? is false: )?", re.DOTALL)
+"""Place in xgrammar's source, in front of a reason."""
+
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
+Compiler = Callable[[str, str], None]
+"""Compiles a grammar of a kind; an exception has the reason why it can't."""
 
-class Grammar(NamedTuple):
-    """One grammar.
 
-    Attributes:
-        kind: "json", "regex", "grammar", "choice" or "structural_tag", as vLLM names them.
-        text: Its text; JSON for "json", "choice" and "structural_tag".
-        field: The field of the request that holds it.
-        compiles: vLLM compiles it; otherwise it only looks at it.
+class Recent:
+    """Values by their keys, of which the latest are kept.
+
+    Args:
+        most: Values that are kept.
     """
 
-    kind: str
-    text: str
-    field: str
-    compiles: bool = True
+    def __init__(self, most: int = REMEMBERED) -> None:
+        self._most = most
+        self._values: OrderedDict[Hashable, str] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, key: Hashable) -> str | None:
+        """Return a value, which counts as used; None: it isn't kept."""
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+            return self._values.get(key)
+
+    def set(self, key: Hashable, value: str) -> None:
+        """Keep a value."""
+        with self._lock:
+            self._values[key] = value
+            if len(self._values) > self._most:
+                self._values.popitem(last=False)
 
 
-def grammars_of(body: bytes) -> list[Grammar]:
-    """Return the grammars in the body of a request of OpenAI's or Anthropic's API."""
-    try:
-        content = _parse(body)
-    except (ValueError, RecursionError):
-        # vLLM refuses it, in its own words.
-        return []
-    return list(_find(content)) if isinstance(content, dict) else []
-
-
-def _parse(body: bytes) -> Any:
-    """Parse a body; the texts and numbers of large prompts are skipped where that is possible.
+def key_of(body: bytes) -> bytes:
+    """Return a hash of the fields of a body that may hold grammars; empty: it is no strict JSON.
 
     Raises:
-        RequestError: 400, the grammars are too long to parse on the event loop.
+        RequestError: 400, they are too long.
     """
     try:
         fields = _FIELDS.decode(body)
     except (msgspec.MsgspecError, RecursionError):
-        # It has what strict JSON hasn't, such as NaN.
-        _check_bytes("The body, which is not strict JSON and has fields for grammars,", len(body))
-        return json.loads(body)
-    found = {name: bytes(fields[name]) for name in GRAMMARS if name in fields}
-    _check_bytes(max(found, key=lambda name: len(found[name]), default=""), sum(map(len, found.values())))
-    return {name: json.loads(text) for name, text in found.items()}
+        # It has what strict JSON hasn't, such as NaN; or vLLM refuses it, in its own words.
+        _check_bytes("body", len(body))
+        return b""
+    found = {name: fields[name] for name in GRAMMARS if name in fields}
+    sizes = {name: len(memoryview(text)) for name, text in found.items()}
+    _check_bytes(max(sizes, key=sizes.__getitem__, default=""), sum(sizes.values()))
+    digest = hashlib.sha256()
+    for name, text in found.items():
+        digest.update(b"%s %d " % (name.encode(), sizes[name]))
+        digest.update(text)
+    return digest.digest()
 
 
-def _check_bytes(what: str, size: int) -> None:
+def _check_bytes(field: str, size: int) -> None:
     if size > MAX_BYTES:
-        message = f"{what}: grammars and tools have {size} bytes together; at most {MAX_BYTES} are allowed"
-        param = what if what in GRAMMARS else None
-        raise RequestError(400, "invalid_request_error", message, param=param)
+        message = f"{field}: grammars and tools have {size} bytes together; at most {MAX_BYTES} are allowed"
+        raise RequestError(400, "invalid_request_error", message, param=field if field in GRAMMARS else None)
 
 
-def _find(content: JSON) -> Iterator[Grammar]:
+class _Stated(msgspec.Struct):
+    """The fields of a body that state a grammar."""
+
+    response_format: Any = None
+    text: Any = None
+    output_config: Any = None
+    structured_outputs: Any = None
+    tools: Any = None
+
+
+def field_of(body: bytes, kind: str) -> str:
+    """Return the field of a body that states the grammar of its request.
+
+    Args:
+        body: The body, whose fields for grammars are within `MAX_BYTES`.
+        kind: The kind of the grammar, as vLLM names it.
+    """
+    stated = _Stated()
+    with suppress(msgspec.MsgspecError, RecursionError):
+        stated = msgspec.json.decode(body, type=_Stated)
     for field, value in (
-        ("response_format", content.get("response_format")),
-        ("text.format", _get(content.get("text"), "format")),
-        ("output_config.format", _get(content.get("output_config"), "format")),
+        ("response_format", stated.response_format),
+        ("text.format", _get(stated.text, "format")),
+        ("output_config.format", _get(stated.output_config, "format")),
     ):
-        match _get(value, "type"):
-            case "json_schema":
-                # The older API nests the schema once more.
-                schema = _get(_get(value, "json_schema"), "schema") or _get(value, "schema")
-                yield from _json("json", schema, field)
-            case "structural_tag":
-                yield from _json("structural_tag", value, field)
-    for kind in ("json", "regex", "grammar", "choice", "structural_tag"):
-        field = f"structured_outputs.{kind}"
-        value = _get(content.get("structured_outputs"), kind)
-        if isinstance(value, str):
-            yield Grammar(kind, value, field)
-        else:
-            yield from _json(kind, value, field)
-    yield from _tools(content)
-
-
-def _tools(content: JSON) -> Iterator[Grammar]:
-    """Yield the schemas of the tools, and one of all of them where an answer has to follow it."""
-    tools = content.get("tools")
-    schemas = []
-    strict = False
-    for index, tool in enumerate(tools if isinstance(tools, list) else ()):
-        function = _get(tool, "function") or tool
-        schema = _get(function, "parameters") or _get(function, "input_schema")
-        strict = strict or bool(_get(function, "strict"))
-        for grammar in _json("json", schema, f"tools[{index}]"):
-            schemas.append(schema)
-            yield grammar._replace(compiles=False)
-    if schemas and (strict or content.get("tool_choice") not in (None, "auto", "none")):
-        yield from _json("json", {"anyOf": schemas}, "tools")
-
-
-def _json(kind: str, value: Any, field: str) -> Iterator[Grammar]:
-    if isinstance(value, dict | list) and value:
-        yield Grammar(kind, json.dumps(value), field)
+        if _get(value, "type") in ("json_schema", "structural_tag"):
+            return field
+    if stated.tools and _get(stated.structured_outputs, kind) is None:
+        return "tools"
+    return f"structured_outputs.{kind}"
 
 
 def _get(value: Any, name: str) -> Any:
     return value.get(name) if isinstance(value, dict) else None
 
 
-MAX_CHARS = 262_144
-"""Longest grammar."""
-
-MAX_BYTES = 1 << 20
-"""Most bytes of all fields with grammars, which the event loop parses: 10 ms."""
-
-MEMORY_BYTES = 4 << 30
-"""Memory for one grammar."""
-
-REMEMBERED = 1_000
-"""Grammars whose result is kept."""
-
-WAIT_S = 30.0
-"""Longest wait for the process by default."""
-
-RETRY_S = 5.0
-"""Seconds after which a request may be tried again when the process doesn't start, or gives no verdict."""
-
-
-class GrammarCheck:
-    """Parses and compiles grammars in a process of its own, and refuses those that take too long.
-
-    The process checks one grammar at a time. The door lets one job with an unknown grammar through at once,
-    in the order of the batcher. A grammar that passes takes vLLM as long again, once.
+class Grammars:
+    """Compiles grammars in a process, one at a time, and remembers the verdicts.
 
     Args:
-        parse_s: Seconds of CPU that a grammar may take to parse.
-        compile_s: Seconds of CPU that it may take to compile.
-        vocabulary: The model's, as xgrammar's `TokenizerInfo` writes it; empty: grammars are parsed only.
-        wait_s: Longest wait for the process, which may start first or not get a core.
+        make: Makes the compiler, in the process. A function of a module, or a partial of one.
+        cpu_s: Seconds of CPU that a grammar may take.
+        wait_s: Longest wait for a verdict, which includes the start of the process.
+        memory: Bytes that the process may have.
     """
 
     def __init__(
-        self, parse_s: float, compile_s: float, vocabulary: str = "", wait_s: float = WAIT_S
+        self,
+        make: Callable[[], Compiler],
+        cpu_s: float,
+        *,
+        wait_s: float = WAIT_S,
+        memory: int = MEMORY_BYTES,
     ) -> None:
-        self._limits = {
-            PARSING: (parse_s, "parse", "grammar_cpu_s"),
-            COMPILING: (compile_s, "compile", "grammar_compile_cpu_s"),
-        }
-        self._vocabulary = vocabulary
+        self._make = make
+        self._cpu_s = cpu_s
         self._wait_s = wait_s
-        self._process: asyncio.subprocess.Process | None = None
-        self._known: OrderedDict[bytes, str] = OrderedDict()
-        self._lock = asyncio.Lock()
+        self._memory = memory
+        self._verdicts = Recent()
+        # To start a process, and to wait for it, blocks.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._process: BaseProcess | None = None
+        self._stopped = False
 
-    @property
-    def process(self) -> asyncio.subprocess.Process | None:
-        """The process; None: it has not started yet, or was ended."""
-        return self._process
+    def start(self) -> None:
+        """Start the process; without this the first grammar does."""
+        if not self._stopped:
+            self._thread.submit(self._ready)
 
-    def unknown(self, grammars: Iterable[Grammar]) -> bool:
-        """Return whether the check of some grammars takes the process."""
-        return any(_key(grammar) not in self._known for grammar in grammars)
-
-    async def start(self) -> None:
-        """Start the process; without this the first check does."""
-        async with self._lock:
-            await self._ready()
-
-    async def check(self, grammars: Iterable[Grammar]) -> None:
-        """Check that the grammars of a request are within the limits.
-
-        Those that can't be compiled pass: vLLM only looks at some, and makes others of them. See `compile`.
-
-        Raises:
-            RequestError: 400, a grammar takes too much to parse; 503, the process doesn't start or answer.
-        """
-        for grammar in grammars:
-            await self._check_limits(grammar)
-
-    async def compile(self, grammar: Grammar, stated: Iterable[Grammar]) -> None:
-        """Check a grammar that the engine is about to compile.
+    async def check(self, kind: str, text: str, field: Callable[[], str]) -> None:
+        """Check that the engine can compile a grammar.
 
         Args:
-            grammar: The grammar, as the engine gets it.
-            stated: The grammars of its request: the refusal names the field of the one that is wrong.
+            kind: Its kind, as vLLM names it: "json", "regex", "grammar", "choice" or "structural_tag".
+            text: Its text; JSON for "json", "choice" and "structural_tag".
+            field: Returns the field that a refusal names.
 
         Raises:
-            RequestError: 400, it can't be compiled, or is beyond a limit; 503, as for `check`.
+            RequestError: 400, it can't; 503, there is no verdict now.
         """
-        # vLLM writes JSON as this package does, so mostly the text is one of the request's.
-        fields = [each.field for each in stated if (each.kind, each.text) == (grammar.kind, grammar.text)]
-        grammar = grammar._replace(field=next(iter(fields), grammar.field))
-        if not (reason := await self._check_limits(grammar)):
-            return
-        for each in () if fields else stated:
-            if inner := await self._check_limits(each):
-                grammar, reason = each, inner
-                break
-        raise _refusal(grammar, f"can't be compiled: {reason}")
-
-    async def _check_limits(self, grammar: Grammar) -> str:
-        """Return why a grammar can't be compiled; empty: it can.
-
-        Raises:
-            RequestError: 400, it is too long or takes too much to parse; 503, as for `check`.
-        """
-        verdict, _, reason = (await self._verdict(grammar)).partition(" ")
-        if verdict in self._limits:
-            most, what, setting = self._limits[verdict]
-            raise _refusal(grammar, f"takes more than {most:g} s to {what} ({setting}); simplify it")
-        return str(json.loads(reason)) if verdict == REFUSED else ""
-
-    async def _verdict(self, grammar: Grammar) -> str:
-        key = _key(grammar)
-        if key not in self._known:
-            async with self._lock:
-                if key not in self._known:
-                    self._known[key] = await self._try(grammar)
-        self._known.move_to_end(key)
-        while len(self._known) > REMEMBERED:
-            self._known.popitem(last=False)
-        return self._known[key]
-
-    async def _try(self, grammar: Grammar) -> str:
-        """Return the verdict of the process."""
-        try:
-            process = await self._ready()
-        except (OSError, RuntimeError) as error:
-            logger.error("the process that checks grammars does not start: %r", error)
-            raise _unavailable("does not start") from error
-        assert process.stdin
-        assert process.stdout
-        line = json.dumps([grammar.kind, grammar.text, grammar.compiles]) + "\n"
-        verdict = ""
-        try:
-            with suppress(OSError, TimeoutError):
-                async with asyncio.timeout(self._wait_s):
-                    process.stdin.write(line.encode())
-                    await process.stdin.drain()
-                    verdict = (await process.stdout.readline()).decode().strip()
-        finally:
-            if not verdict:
-                # The next check would read the answer of one that is cancelled.
-                self._kill()
-        if not verdict:
-            # Its own limits are of CPU time: it got no core, or was killed.
-            logger.error("a grammar of %d characters got no verdict", len(grammar.text))
-            raise _unavailable(f"ended, or has not answered for {self._wait_s:g} s")
-        if verdict in self._limits:
-            size = len(grammar.text)
-            logger.warning("refused a grammar of %d characters: %s takes too long", size, verdict)
-        return verdict
-
-    async def _ready(self) -> asyncio.subprocess.Process:
-        if self._process is None or self._process.returncode is not None:
-            limits = [str(self._limits[stage][0]) for stage in (PARSING, COMPILING)]
-            arguments = [*limits, str(MEMORY_BYTES), str(os.getpid())]
-            self._process = process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *("-m", "serve_app.engine.grammar_worker", *arguments),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-            )
-            use_usual_priority(process.pid)
-            assert process.stdin
-            assert process.stdout
-            ready = False
+        if len(text) > MAX_CHARS:
+            reason = f"has {len(text)} characters; at most {MAX_CHARS} are allowed"
+            raise _refusal(kind, field(), reason)
+        key = hashlib.sha256(f"{kind} {text}".encode(errors="surrogatepass")).digest()
+        verdict = self._verdicts.get(key)
+        if verdict is None:
+            loop = asyncio.get_running_loop()
             try:
                 async with asyncio.timeout(self._wait_s):
-                    process.stdin.write(f"{self._vocabulary}\n".encode())
-                    await process.stdin.drain()
-                    while (line := await process.stdout.readline()) != f"{READY}\n".encode():
-                        if not line:
-                            raise RuntimeError("the process that checks grammars ended at once")
-                ready = True
-            finally:
-                if not ready:
-                    self._kill()
-            return process
+                    verdict = await loop.run_in_executor(self._thread, self._verdict, key, kind, text)
+            except (TimeoutError, OSError, RuntimeError) as error:
+                logger.error("a grammar of %d characters got no verdict: %r", len(text), error)
+                message = "grammars can't be compiled now: the process that compiles them gives no verdict"
+                raise RequestError(503, "service_unavailable", message, retry_after_s=RETRY_S) from error
+        if verdict:
+            raise _refusal(kind, field(), verdict)
+
+    def _verdict(self, key: bytes, kind: str, text: str) -> str:
+        """Return why a grammar can't be compiled; empty: it can. Runs in the thread.
+
+        Raises:
+            OSError: The process doesn't start.
+            RuntimeError: It ended without a verdict.
+        """
+        if (known := self._verdicts.get(key)) is not None:
+            return known
+        process = self._ready()
+        verdict: str | None = None
+        with suppress(EOFError, OSError):
+            self._connection.send((kind, text))
+            if self._connection.poll(self._wait_s):
+                verdict = self._connection.recv()
+        if verdict is None:
+            verdict = self._ended(process)
+            logger.warning(
+                "a grammar of %d characters ended the process that compiles it: it %s", len(text), verdict
+            )
+            # It has made its imports, and is there soon.
+            self.start()
+        self._verdicts.set(key, verdict)
+        return verdict
+
+    def _ended(self, process: BaseProcess) -> str:
+        """Return what of a grammar has ended the process.
+
+        Raises:
+            RuntimeError: Something else has.
+        """
+        # One that is busy got no core, and its memory may be what ended another one: neither is a verdict.
+        process.kill()
+        process.join()
+        self._process = None
+        match -(process.exitcode or 0):
+            case signal.SIGPROF:
+                return f"takes more than {self._cpu_s:g} s to compile (grammar_compile_cpu_s); simplify it"
+            case signal.SIGSEGV | signal.SIGABRT | signal.SIGBUS | signal.SIGFPE | signal.SIGILL as number:
+                return f"can't be compiled: the compiler crashes ({signal.Signals(number).name})"
+        raise RuntimeError(f"the process that compiles grammars ended (exit code {process.exitcode})")
+
+    def _ready(self) -> BaseProcess:
+        """Return the process, once it has its compiler. Runs in the thread."""
+        if self._process is None or not self._process.is_alive():
+            context = multiprocessing.get_context("forkserver")
+            # A process imports the main module of its caller, and a replica's is of Ray.
+            where = getattr(self._make, "func", self._make).__module__
+            context.set_forkserver_preload([*({"ray"} & sys.modules.keys()), where])
+            self._connection, theirs = context.Pipe()
+            arguments = (theirs, self._make, self._cpu_s, self._memory)
+            process = context.Process(target=answer, args=arguments, daemon=True, name="grammars")
+            process.start()
+            theirs.close()
+            self._process = process
+            if self._stopped:
+                process.kill()
+            with suppress(EOFError, OSError):
+                self._connection.recv()
         return self._process
 
-    async def stop(self) -> None:
+    def stop(self) -> None:
         """End the process."""
-        if process := self._kill():
-            await process.wait()
-
-    def _kill(self) -> asyncio.subprocess.Process | None:
-        process, self._process = self._process, None
-        if process is not None:
-            with suppress(ProcessLookupError):
-                process.kill()
-        return process
+        self._stopped = True
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._process is not None:
+            self._process.kill()
 
 
-def _key(grammar: Grammar) -> bytes:
-    known = f"{grammar.kind} {grammar.compiles} {grammar.text}"
-    return hashlib.sha256(known.encode(errors="surrogatepass")).digest()
+def answer(connection: Connection, make: Callable[[], Compiler], cpu_s: float, memory: int) -> None:
+    """Answer each grammar of a connection with its verdict: the process.
 
-
-def check_lengths(grammars: Iterable[Grammar]) -> None:
-    """Refuse grammars that are too long.
-
-    Raises:
-        RequestError: 400.
+    Args:
+        connection: It ends with the process at its other end.
+        make: Makes the compiler.
+        cpu_s: Seconds of CPU that a grammar may take.
+        memory: Bytes that this process may have.
     """
-    for grammar in grammars:
-        if len(grammar.text) > MAX_CHARS:
-            raise _refusal(grammar, f"has {len(grammar.text)} characters; at most {MAX_CHARS} are allowed")
+    # The server from which it was forked ends with the replica.
+    end_with(os.getppid(), signal.SIGKILL)
+    compile_grammar = make()
+    os.nice(NICENESS)
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    # A process without privileges can't raise the limit that it was started with.
+    memory = memory if most == resource.RLIM_INFINITY else min(memory, most)
+    resource.setrlimit(resource.RLIMIT_DATA, (memory, most))
+    # The kernel ends the process when its time is up: native code doesn't run Python's handlers. A parent
+    # that blocks signals, as Ray's workers do, hands that on.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
+    connection.send("")
+    with suppress(EOFError):
+        while True:
+            kind, text = connection.recv()
+            signal.setitimer(signal.ITIMER_PROF, cpu_s)
+            verdict = ""
+            try:
+                compile_grammar(kind, text)
+            except Exception as error:
+                verdict = f"can't be compiled: {_words(error)}"
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
+            connection.send(verdict)
 
 
-def _unavailable(reason: str) -> RequestError:
-    message = f"grammars can't be checked now, since the process that checks them {reason}"
-    return RequestError(503, "service_unavailable", message, retry_after_s=RETRY_S)
+def _words(error: Exception) -> str:
+    """Return the reason of a compiler, without its place in xgrammar's source and the text of the grammar."""
+    if isinstance(error, MemoryError) or "bad_alloc" in str(error):
+        return "it takes too much memory"
+    text = re.sub(SOURCE, "", str(error)[: 10 * REASON_CHARS]).partition("The JSON string is:")[0]
+    text = " ".join(text.split()).rstrip(". ")
+    return text if len(text) <= REASON_CHARS else f"{text[:REASON_CHARS]}..."
 
 
-def _refusal(grammar: Grammar, reason: str) -> RequestError:
-    message = f"{grammar.field}: this {grammar.kind} {reason}"
-    return RequestError(400, "invalid_request_error", message, param=grammar.field)
+def _refusal(kind: str, field: str, reason: str) -> RequestError:
+    # vLLM makes a structural tag of tools.
+    what = "schema" if field == "tools" else kind
+    return RequestError(400, "invalid_request_error", f"{field}: this {what} {reason}", param=field)

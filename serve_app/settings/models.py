@@ -347,16 +347,12 @@ class LLMSettings(Strict):
             "must exceed the longest step, including a kernel's first compilation."
         ),
     )
-    grammar_cpu_s: Seconds = Field(
-        default=0.1,
-        description=(
-            "Seconds of CPU that a JSON schema, a regular expression or another grammar of a request may "
-            "take to parse; a slower grammar gets a 400."
-        ),
-    )
     grammar_compile_cpu_s: Seconds = Field(
         default=5.0,
-        description="Seconds of CPU that a grammar may take to compile for the tokens of the model.",
+        description=(
+            "Seconds of CPU that a JSON schema, a regular expression or another grammar of a request may "
+            "take to compile; a slower grammar gets a 400."
+        ),
     )
     max_tokenize_tokens: Positive | None = Field(
         default=None,

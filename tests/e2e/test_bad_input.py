@@ -141,9 +141,6 @@ def test_a_refusal_of_a_stream_comes_before_the_stream(http: httpx.Client) -> No
         assert json.loads(response.read())["error"]["message"]
 
 
-PLACE = "#/properties/a"
-
-
 def around(part: object) -> dict[str, object]:
     """Return a schema with a part that is wrong."""
     return {"type": "object", "properties": {"a": part}, "required": ["a"]}
@@ -156,11 +153,11 @@ CYCLE: dict[str, object] = {
 SCHEMAS: list[tuple[dict[str, object], str]] = [
     (
         around({"type": "array", "items": [{"type": "string"}]}),
-        f"items must be a boolean or an object (at {PLACE})",
+        "items must be a boolean or an object",
     ),
-    (around({"type": "string", "pattern": "\\p{L}+"}), f"not supported yet (at {PLACE})"),
-    (around({"type": "string", "pattern": "("}), f"The parenthesis is not closed (at {PLACE})"),
-    (around({"$ref": "#/$defs/none"}), f"Cannot find field $defs in #/$defs/none (at {PLACE})"),
+    (around({"type": "string", "pattern": "\\p{L}+"}), "not supported yet"),
+    (around({"type": "string", "pattern": "("}), "The parenthesis is not closed"),
+    (around({"$ref": "#/$defs/none"}), "Cannot find field $defs in #/$defs/none"),
     (CYCLE, "leads to itself"),
 ]
 """Schemas that xgrammar doesn't compile, and its reasons."""
@@ -192,7 +189,7 @@ FIELDS = {
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("path", list(FIELDS))
-def test_a_schema_that_can_not_be_compiled_is_a_400_with_the_reason_and_the_place(
+def test_a_schema_that_can_not_be_compiled_is_a_400_with_the_reason(
     http: httpx.Client, path: str, stream: bool
 ) -> None:
     for schema, reason in SCHEMAS:
@@ -222,7 +219,7 @@ def tools(schema: object, **more: object) -> dict[str, object]:
     [
         (
             tools(SCHEMAS[0][0], tool_choice="required"),
-            f"tools[1]: this json can't be compiled: {SCHEMAS[0][1]}",
+            f"tools: this schema can't be compiled: {SCHEMAS[0][1]}",
         ),
         (
             {"structured_outputs": {"regex": "(?=a)b"}},

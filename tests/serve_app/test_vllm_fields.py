@@ -88,7 +88,7 @@ REVIEWED = {
             "tool_choice",
             "tool_choice.function",
         ),
-        "grammar_cpu_s and grammar_compile_cpu_s",
+        "grammar_compile_cpu_s",
     ),
     **dict.fromkeys(
         (

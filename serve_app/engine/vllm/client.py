@@ -21,7 +21,7 @@ from vllm.v1.structured_output.request import get_structured_output_key
 from batcher import Slot
 from serve_app.api.errors import RequestError
 from serve_app.engine.door import Door
-from serve_app.engine.grammars import Grammar
+from serve_app.engine.grammars import Grammars, field_of
 from serve_app.engine.job import Job, current
 from serve_app.engine.vllm.resume import go_on, resume_mode
 from serve_app.engine.vllm.sampler_bounds import bound_seed, oversize
@@ -32,9 +32,6 @@ from serve_app.wire.frame import to_ids
 
 if TYPE_CHECKING:
     from serve_app.engine.vllm.lora import Adapters
-
-FIELD = "structured_outputs"
-"""Field that a refusal names for a grammar that vLLM has made of several fields."""
 
 SALT = 32
 """Hexadecimal digits of a salt."""
@@ -73,16 +70,16 @@ class GatedLLM(CountedLLM):
         by_priority: vLLM schedules by priority too.
         goals: Latency goals of live traffic; None: there are none.
         transfer_keys: Names of the API keys whose requests may move KV caches between engines.
-        compiles_grammars: The engine compiles grammars with xgrammar; another backend refuses them itself.
+        grammars: Compiles grammars before the engine does.
         salts: Each tenant has a part of the prefix cache of its own.
     """
 
     adapters: "Adapters"
     door: Door
+    grammars: Grammars
     by_priority: bool
     goals: GoalSettings | None = None
     transfer_keys: tuple[str, ...] = ()
-    compiles_grammars: bool = False
     salts: bool = False
 
     def generate(
@@ -106,7 +103,6 @@ class GatedLLM(CountedLLM):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate in the slot that the door gives the prompt."""
         if params.structured_outputs is not None:
-            job.constrained = True
             await self._check_grammar(job, params.structured_outputs)
         length = prompt_length(prompt, self.model_config.max_model_len)
         reserved, output_tokens = self.prepare(job, length, params)
@@ -224,6 +220,8 @@ class GatedLLM(CountedLLM):
             )
             raise refused(RequestError(400, "invalid_request_error", message, param="length_penalty"))
         length = prompt_length(prompt, self.model_config.max_model_len)
+        if params.structured_outputs is not None:
+            await self._check_grammar(job, params.structured_outputs)
         if job.request.max_tokens is not None:
             params.max_tokens = min(params.max_tokens, job.request.max_tokens)
         width = params.beam_width
@@ -306,23 +304,21 @@ class GatedLLM(CountedLLM):
             raise RequestError(404, "not_found_error", message, param="model")
 
     async def _check_grammar(self, job: Job, outputs: StructuredOutputsParams) -> None:
-        """Refuse a grammar that the engine can't compile.
-
-        vLLM's validation lets such a grammar pass where another of its backends takes it, and an engine has
-        one backend for all requests; the answer would end with an internal error.
+        """Refuse a grammar that the engine can't compile within its limits.
 
         Raises:
             VLLMValidationError: 400, with the reason.
-            GracefulHTTPError: 503, it can't be checked now.
+            GracefulHTTPError: 503, there is no verdict now.
         """
-        if not self.compiles_grammars or outputs.all_constraints_none():
+        job.constrained = True
+        if outputs.all_constraints_none():
             return
         kind, text = get_structured_output_key(outputs)
         if kind is StructuredOutputOptions.JSON_OBJECT:
             return
-        grammar = Grammar(kind.name.lower(), text, FIELD)
+        name = kind.name.lower()
         try:
-            await self.door.grammars.compile(grammar, job.grammars)
+            await self.grammars.check(name, text, lambda: field_of(job.request.body, name))
         except RequestError as error:
             raise refused(error) from None
 

@@ -15,15 +15,15 @@ from starlette.types import ASGIApp
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.envs import enable_envs_cache
 from vllm.usage.usage_lib import UsageContext
-from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
 from serve_app.api.protocol import JSON
 from serve_app.engine.adapters import AdapterFiles
 from serve_app.engine.door import Door, EngineLanes
-from serve_app.engine.grammars import GrammarCheck
+from serve_app.engine.grammars import Grammars
 from serve_app.engine.vllm.application import build_application, describe_application
 from serve_app.engine.vllm.client import GatedLLM
 from serve_app.engine.vllm.generate import GenerateCalls
+from serve_app.engine.vllm.grammar_compiler import compiler
 from serve_app.engine.vllm.lora import Adapters, lora_options
 from serve_app.engine.vllm.media import use_allowed_hosts
 from serve_app.engine.vllm.options import batcher_of, limits_of, text_batcher_of, vllm_args
@@ -32,7 +32,12 @@ from serve_app.engine.vllm.refusal import hide_refusals
 from serve_app.engine.vllm.sleep import VLLMSleeper
 from serve_app.engine.vllm.stats import EngineStats, UnreportedStats, own_work, scheduler_figures
 from serve_app.engine.vllm.warm_up import compile_nothing_on_a_cpu, warm_up
-from serve_app.engine.vllm.workarounds import bound_tokenizing, refuse_media, short_chats_at_once
+from serve_app.engine.vllm.workarounds import (
+    bound_tokenizing,
+    refuse_media,
+    short_chats_at_once,
+    validate_no_grammars,
+)
 from serve_app.ledger.calls import CallBook
 from serve_app.settings.models import GoalSettings, LLMSettings
 from serve_app.settings.turns import ShareSettings
@@ -121,6 +126,8 @@ class VLLMEngine:
         )
         self._started = False
         self._book = book
+        validate_no_grammars()
+        self.llm.grammars = Grammars(partial(compiler, self.llm.vllm_config), settings.grammar_compile_cpu_s)
         self.llm.salts = salts
         self.llm.by_priority = self._args.scheduling_policy == "priority"
         self.llm.transfer_keys = settings.transfer_keys
@@ -216,35 +223,13 @@ class VLLMEngine:
             limits.tenant_weights if tuning.tenant_weights is None else tuning.tenant_weights
         )
 
-    def grammar_vocabulary(self) -> str:
-        """Return the vocabulary that grammars are compiled for, as a `GrammarCheck` wants it; empty: none."""
-        if self.llm.model_config.runner_type == "pooling":
-            return ""
-        try:
-            backend = XgrammarBackend(
-                self.llm.vllm_config, self.llm.get_tokenizer(), self.llm.model_config.get_vocab_size()
-            )
-            return str(backend.compiler.compile_regex("a").tokenizer_info.serialize_json())
-        except Exception:
-            # vLLM answers no request with a grammar either.
-            logger.exception("grammars are not checked for the time that they take to compile")
-            return ""
-
-    def check_grammars(self, check: GrammarCheck) -> None:
-        """Have the grammars of jobs checked at the door, and those that xgrammar compiles before that too.
-
-        An engine compiles all grammars with the backend of its first one: with "auto" that is xgrammar's, by
-        the warm-up. The other backends refuse a wrong grammar by themselves, when they validate it.
-        """
-        self.door.grammars = check
-        if self.llm.vllm_config.structured_outputs_config.backend in ("auto", "xgrammar"):
-            self.llm.compiles_grammars = True
-
     async def start(self) -> tuple[ASGIApp, set[str]]:
         """Warm the engine up, start the batcher; return vLLM's application and the routes that it serves."""
         await self.adapters.start()
         with own_work(self._book):
             await warm_up(self.llm)
+        if self.llm.model_config.runner_type != "pooling":
+            self.llm.grammars.start()
         await self.batcher.start()
         self._started = True
         await self._texts.start()
@@ -275,5 +260,6 @@ class VLLMEngine:
             await self.batcher.stop(timeout=timeout_s)
         finally:
             await self._texts.stop(drain=False, timeout=TEXTS_S)
+            self.llm.grammars.stop()
             self.llm.shutdown()
             await self.adapters.close()

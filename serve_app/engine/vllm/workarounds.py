@@ -424,3 +424,46 @@ def run_beam_searches(state: Any, run: Callable[..., Any]) -> None:
     for part in state._state.values():
         if isinstance(part, BeamSearchOnlineMixin):
             part.beam_search = functools.partial(run, part.beam_search)
+
+
+def validate_no_grammars() -> None:
+    """Have vLLM validate no grammar in this process: the process of `serve_app.engine.grammars` has done it.
+
+    vLLM parses a grammar on the event loop of its server up to three times, without a limit of time. A
+    structural tag keeps the check of its shape, on which vLLM's parsers of tools rely.
+
+    Issue: none found. Mended: not in 0.33.
+    """
+    from vllm.exceptions import VLLMValidationError
+    from vllm.parser.abstract_parser import structured_outputs_to_format
+    from vllm.v1.structured_output import (
+        backend_guidance,
+        backend_lm_format_enforcer,
+        backend_outlines,
+        backend_xgrammar,
+    )
+
+    def validate(sampling_params: Any) -> None:
+        outputs = sampling_params.structured_outputs
+        if outputs.choice:
+            # So does vLLM: xgrammar has no choices.
+            outputs.grammar, outputs.choice = backend_xgrammar.choice_as_grammar(outputs.choice), None
+        elif outputs.structural_tag:
+            try:
+                structured_outputs_to_format(outputs)
+            except (ValueError, KeyError, TypeError) as error:
+                raise VLLMValidationError("Invalid structural tag specification.") from error
+
+    require(backend_xgrammar, "choice_as_grammar")
+    for module, name, own in (
+        (backend_xgrammar, "validate_xgrammar_grammar", validate),
+        (backend_guidance, "validate_guidance_grammar", lambda *_, **__: None),
+        (backend_outlines, "validate_structured_output_request_outlines", lambda *_: None),
+        (
+            backend_lm_format_enforcer,
+            "validate_structured_output_request_lm_format_enforcer",
+            lambda *_: None,
+        ),
+    ):
+        require(module, name)
+        setattr(module, name, own)

@@ -1,6 +1,7 @@
 """Stands for the parts of an Engine around its door: adapters, the check of grammars, vLLM's application."""
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing, asynccontextmanager
@@ -17,7 +18,6 @@ from serve_app.api.scheduling import Scheduling
 from serve_app.engine.adapters import AdapterSlots
 from serve_app.engine.answer import Answer
 from serve_app.engine.door import GRAMMAR, STARTING, Door, EngineLanes
-from serve_app.engine.grammars import Grammar, GrammarCheck
 from serve_app.engine.job import Job, current
 from serve_app.engine.openai import run
 from serve_app.engine.replica import Replica
@@ -82,46 +82,19 @@ class PlayedAdapters:
         return []
 
 
-class PlayedCheck(GrammarCheck):
-    """Checks grammars without a process, each in its own time.
+class PlayedGrammars:
+    """Refuses an open parenthesis."""
 
-    The text of a grammar is the seconds that its check takes; a negative one is refused behind them.
+    async def check(self, kind: str, text: str, field: Callable[[], str]) -> None:
+        if text == "(":
+            raise RequestError(400, "invalid_request_error", "open", param=field())
 
-    Attributes:
-        checked: The texts that were checked.
-        busy: Checks that are under way.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(0.1, 1.0)
-        self.checked: list[str] = []
-        self.busy = 0
-        self._passed: set[str] = set()
-
-    def unknown(self, grammars: Iterable[Grammar]) -> bool:
-        return any(grammar.text not in self._passed for grammar in grammars)
-
-    async def check(self, grammars: Iterable[Grammar]) -> None:
-        for grammar in grammars:
-            if grammar.text in self._passed:
-                continue
-            assert not self.busy, "a job waits in its slot for the process that checks grammars"
-            self.busy += 1
-            try:
-                await asyncio.sleep(abs(float(grammar.text)))
-            finally:
-                self.busy -= 1
-            self.checked.append(grammar.text)
-            if grammar.text.startswith("-"):
-                raise RequestError(400, "invalid_request_error", "takes too long", param=grammar.field)
-            self._passed.add(grammar.text)
-
-    async def compile(self, grammar: Grammar, stated: Iterable[Grammar]) -> None:
-        await self.check([grammar])
+    def stop(self) -> None:
+        """Stop nothing."""
 
 
 def grammar_body(seconds: float) -> bytes:
-    """Return a body with a grammar whose check takes that long."""
+    """Return a body with a grammar whose check takes that long; a negative one is refused behind it."""
     return b'{"structured_outputs": {"regex": "%g"}}' % seconds
 
 
@@ -134,7 +107,8 @@ class Site:
         batcher: Its order of what the engine runs.
         texts: Its order of jobs that run no model.
         adapters: Its adapters.
-        grammars: Its check of grammars.
+        checked: The times of the grammars that were checked.
+        checking: The tenants of the jobs whose grammars are being checked.
         lanes: The needs of `batcher`.
         refusal: Refuses all jobs; None: it doesn't.
     """
@@ -143,9 +117,10 @@ class Site:
     batcher: ContinuousBatcher
     texts: ContinuousBatcher
     adapters: PlayedAdapters
-    grammars: PlayedCheck
     lanes: EngineLanes
     refusal: RequestError | None = None
+    checked: list[float] = field(default_factory=list)
+    checking: list[str] = field(default_factory=list)
 
     @asynccontextmanager
     async def placed(
@@ -154,11 +129,33 @@ class Site:
         """Hold a job from its admission to its end, as an Engine does."""
         try:
             await self.door.admit(job)
+            await self.check(job)
             async with self.door.place(job, prompt_tokens, max_tokens, n):
                 yield
         finally:
             if job.slot is not None and not job.placed:
                 job.slot.release()
+
+    async def check(self, job: Job) -> None:
+        """Check the grammar of a job, as vLLM's client does before it asks for a place.
+
+        Raises:
+            RequestError: 400.
+        """
+        if job.grammar is None:
+            return
+        seconds, tenant = float(json.loads(job.request.body)["structured_outputs"]["regex"]), job.share
+        if seconds in self.checked and seconds >= 0:
+            return
+        assert tenant not in self.checking, "a job waits in its slot for the grammar of another"
+        self.checking.append(tenant)
+        try:
+            await asyncio.sleep(abs(seconds))
+        finally:
+            self.checking.remove(tenant)
+        self.checked.append(seconds)
+        if seconds < 0:
+            raise RequestError(400, "invalid_request_error", "takes too long")
 
     async def run(self, job: Job, seconds: float = 1.0, **place: int) -> None:
         """Admit a job and run it for a time."""
@@ -171,7 +168,10 @@ class Site:
         assert (stats.running, stats.running_cost, stats.queue_depth, stats.outside) == (0, 0, 0, 0)
         assert (self.texts.stats.running, self.texts.stats.queue_depth) == (0, 0)
         slots = self.adapters.slots
-        needs = [GRAMMAR, *[f"adapter new-{number}" for number in range(slots.count)]]
+        needs = [
+            *[GRAMMAR + tenant for tenant in ("default", "acme", "t")],
+            *[f"adapter new-{number}" for number in range(slots.count)],
+        ]
         for need in needs:
             assert self.lanes.take(need), need
         for need in needs:
@@ -190,7 +190,7 @@ async def opened(
         options: Further arguments of the batcher.
     """
     adapters = adapters or PlayedAdapters()
-    slots, grammars = adapters.slots, PlayedCheck()
+    slots = adapters.slots
     lanes = EngineLanes(slots)
     most: dict[str, Any] = {"capacity": capacity, "oversize": "alone", "lanes": lanes, "clock": now} | options
     few: dict[str, Any] = {"capacity": 1, "max_running": STARTING, "lanes": EngineLanes(slots)}
@@ -199,8 +199,7 @@ async def opened(
         slots.on_change = batcher.reopen
         owner: Any = adapters
         door = Door(batcher, texts, owner, context=CONTEXT, blocks=blocks, max_values=MAX_VALUES)
-        door.grammars = grammars
-        site = Site(door, batcher, texts, adapters, grammars, lanes)
+        site = Site(door, batcher, texts, adapters, lanes)
         door.unfit = lambda: site.refusal
         yield site
 

@@ -18,7 +18,14 @@ from serve_app.engine.vllm.options import vllm_args
 from serve_app.engine.vllm.workarounds import bound_tokenizing
 from serve_app.settings.models import LLMSettings
 from tests.progress import STILL_S
-from tests.serve_app.engine.engine_doubles import CONTEXT, REQUEST, PlayedAdapters, new_job, opened
+from tests.serve_app.engine.engine_doubles import (
+    CONTEXT,
+    REQUEST,
+    PlayedAdapters,
+    PlayedGrammars,
+    new_job,
+    opened,
+)
 
 LIMIT_S = STILL_S
 
@@ -49,6 +56,7 @@ class Application:
         llm.vllm_config, llm.model_config = config, config.model_config
         llm.renderer = renderer_from_config(config)
         llm.by_priority = False
+        llm.grammars = PlayedGrammars()
         llm.input_processor = None
 
         async def supported() -> tuple[str, ...]:

@@ -246,17 +246,20 @@ async def test_a_request_that_can_not_start_in_time_is_a_408() -> None:
         served.site.check_free()
 
 
-@pytest.mark.parametrize("body", [grammar_body(20), grammar_body(-20)])
 @virtual
-async def test_a_request_that_waits_at_the_door_has_keep_alives(body: bytes) -> None:
+async def test_a_request_that_waits_at_the_door_has_keep_alives() -> None:
     async with serving(failing(200)) as served:
-        request = replace(REQUEST, body=body, facts=structs.replace(FACTS, grammar=True))
+        # Of the same tenant, and its grammar is being compiled.
+        held = asyncio.ensure_future(served.site.run(new_job(body=grammar_body(20))))
+        await blocked()
+        request = replace(REQUEST, body=grammar_body(1), facts=structs.replace(FACTS, grammar=True))
         messages = [each async for each in served.engine.relay(request)]
+        await held
         assert messages[:-1] == [KEEP_ALIVE] * len(messages[:-1])
         assert len(messages) >= 4
         piece = unpack(messages[-1])
         assert piece.head is not None
-        assert piece.head.status == (400 if body == grammar_body(-20) else 200)
+        assert piece.head.status == 200
         served.site.check_free()
 
 
@@ -420,7 +423,7 @@ async def test_a_refusal_by_a_quota_comes_with_its_limit_and_is_told_apart() -> 
         await served.parts._accounts.stop()
 
 
-@pytest.mark.parametrize("why", ["full queue", "deadline", "adapter", "grammar"])
+@pytest.mark.parametrize("why", ["full queue", "deadline", "adapter"])
 @virtual
 async def test_a_refused_request_counts_for_no_limit(why: str) -> None:
     """By HTTP, by a list and by the handle alike; a request that is answered counts."""
@@ -436,13 +439,11 @@ async def test_a_refused_request_counts_for_no_limit(why: str) -> None:
                 request = replace(request, scheduling=Scheduling(tenant="acme", queue_timeout_s=1.0))
             case "adapter":
                 request = replace(request, adapter="demo:none")
-            case "grammar":
-                request = replace(request, body=grammar_body(-1), facts=structs.replace(FACTS, grammar=True))
         call = PROMPT | {"tenant": "acme", "queue_timeout_s": request.scheduling.queue_timeout_s}
         count = {"full queue": 2, "deadline": 1}.get(why, 0)
         held = [asyncio.ensure_future(served.site.run(new_job(), 10.0)) for _ in range(count)]
         await blocked()
-        for path in (REQUEST.path, "/generate") if why != "grammar" else (REQUEST.path,):
+        for path in (REQUEST.path, "/generate"):
             (piece,) = await served.pieces(replace(request, path=path))
             assert piece.head is not None
             assert piece.head.status in (400, 404, 408, 429)
@@ -475,7 +476,7 @@ async def test_the_slot_of_a_job_is_given_back_whatever_its_application_does() -
             served.site.check_free()
 
 
-@pytest.mark.parametrize("where", ["the queue", "a grammar", "the application"])
+@pytest.mark.parametrize("where", ["the queue", "the application"])
 @virtual
 async def test_a_client_that_leaves_before_its_prompt_is_made_gives_its_slot_back(where: str) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -483,13 +484,10 @@ async def test_a_client_that_leaves_before_its_prompt_is_made_gives_its_slot_bac
         await receive()
 
     async with serving(app, max_running=1) as served:
-        request = REQUEST
         if where == "the queue":
             held = asyncio.ensure_future(served.site.run(new_job(), 20.0))
             await blocked()
-        elif where == "a grammar":
-            request = replace(REQUEST, body=grammar_body(20), facts=structs.replace(FACTS, grammar=True))
-        messages = served.engine.relay(request)
+        messages = served.engine.relay(REQUEST)
         assert await anext(messages) == KEEP_ALIVE
         await messages.aclose()
         await blocked()

@@ -1,332 +1,203 @@
-"""Grammars are found wherever a request can hold them; hostile ones are refused, and harmless ones pass."""
+"""Grammars are compiled in a process that a grammar may end; the body's fields are bounded before a parse."""
 
 import asyncio
 import json
-import shutil
+import os
+import select
 import signal
+import subprocess
 import sys
-import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from itertools import count
 from typing import Any
 
 import pytest
-import xgrammar
 
 from serve_app.api.errors import RequestError
+from serve_app.api.facts import GRAMMARS
 from serve_app.engine.grammars import (
     MAX_BYTES,
     MAX_CHARS,
     RETRY_S,
-    Grammar,
-    GrammarCheck,
-    check_lengths,
-    grammars_of,
+    Compiler,
+    Grammars,
+    Recent,
+    field_of,
+    key_of,
 )
 from tests.progress import STILL_S
 
-SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
-TEXT = json.dumps(SCHEMA)
-TOOL = Grammar("json", TEXT, "tools[0]", compiles=False)
-TAG = {"type": "structural_tag", "structures": [], "triggers": []}
-
-
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
-            Grammar("json", TEXT, "response_format"),
-        ),
-        (
-            {"text": {"format": {"type": "json_schema", "schema": SCHEMA}}},
-            Grammar("json", TEXT, "text.format"),
-        ),
-        (
-            {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
-            Grammar("json", TEXT, "output_config.format"),
-        ),
-        ({"response_format": TAG}, Grammar("structural_tag", json.dumps(TAG), "response_format")),
-        ({"structured_outputs": {"json": SCHEMA}}, Grammar("json", TEXT, "structured_outputs.json")),
-        ({"structured_outputs": {"json": TEXT}}, Grammar("json", TEXT, "structured_outputs.json")),
-        ({"structured_outputs": {"regex": "a+"}}, Grammar("regex", "a+", "structured_outputs.regex")),
-        (
-            {"structured_outputs": {"choice": ["a", "b"]}},
-            Grammar("choice", '["a", "b"]', "structured_outputs.choice"),
-        ),
-        (
-            {"tools": [{"type": "function", "function": {"parameters": SCHEMA}}]},
-            TOOL,
-        ),
-        (
-            {"tools": [{"type": "function", "parameters": SCHEMA}]},
-            TOOL,
-        ),
-        (
-            {"tools": [{"name": "a", "input_schema": SCHEMA}]},
-            TOOL,
-        ),
-    ],
-)
-def test_a_grammar_is_found_with_its_field(body: dict[str, Any], expected: Grammar) -> None:
-    text = json.dumps(body)
-    assert grammars_of(text.encode()) == [expected]
-    (field, *_) = body
-    escaped = f"\\u{ord(field[0]):04x}{field[1:]}"
-    assert grammars_of(text.replace(field, escaped, 1).encode()) == [expected]
-
-
-@pytest.mark.parametrize("more", [{"tool_choice": "required"}, {"tool_choice": {"type": "function"}}, {}])
-def test_tools_are_compiled_together_where_an_answer_has_to_follow_them(more: dict[str, Any]) -> None:
-    function = {"name": "a", "parameters": SCHEMA, "strict": not more}
-    body = {"tools": [{"type": "function", "function": function}] * 2} | more
-    *_, together = grammars_of(json.dumps(body).encode())
-    assert together == Grammar("json", json.dumps({"anyOf": [SCHEMA, SCHEMA]}), "tools")
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"{}",
-        b"[]",
-        b"{",
-        b'{"prompt": "tools"}',
-        b'{"tools": 5, "response_format": [], "structured_outputs": "x", "text": {"format": 5}}',
-        b'{"tools": [5, null, {}], "response_format": {"type": "json_object"}}',
-        b'{"response_format": {"type": "json_schema", "json_schema": 5}}',
-    ],
-)
-def test_other_bodies_have_none(body: bytes) -> None:
-    assert grammars_of(body) == []
-
-
-@pytest.mark.parametrize("other", ['"a\\u00e9"', "NaN", '"\\ud800"', "[1, 2]"])
-def test_grammars_are_found_beside_any_other_value(other: str) -> None:
-    body = f'{{"tools": [], "response_format": 1, "tools": [{{"parameters": {TEXT}}}], "x": {other}}}'
-    assert grammars_of(body.encode()) == [TOOL]
-
-
-# The check.
-
 LIMIT_S = STILL_S
-CPU_S = 0.25
-COMPILE_S = 0.2
-PATTERN = "^" + "(a|b|c|d|e){1,1000}" * 12 + "$"
-HOSTILE = Grammar("json", json.dumps({"type": "string", "pattern": PATTERN}), "response_format")
-HARMLESS = [
-    Grammar("json", json.dumps({"type": "object", "properties": {"a": {"type": "string"}}}), "tools[0]"),
-    Grammar("regex", "[a-z]+", "structured_outputs.regex"),
-    Grammar("grammar", 'root ::= "a" | "b"', "structured_outputs.grammar"),
-    Grammar("choice", '["a", "b"]', "structured_outputs.choice"),
-    # Wrong ones too: vLLM may only look at them.
-    Grammar("json", "5", "response_format"),
-    Grammar("regex", "(", "structured_outputs.regex"),
-]
+CPU_S = 0.2
+MEMORY = 2 << 30
+AWAY = f"503, again in {RETRY_S:g} s"
 
 
-SLOW_TO_COMPILE = Grammar(
-    "json", json.dumps({"enum": [str(number) * 20 for number in range(3000)]}), "response_format"
-)
-"""It parses in 20 ms, and takes more than a second of CPU to compile for the 256 tokens below."""
+def played() -> Compiler:
+    """Return a compiler for which a grammar is what is to happen."""
+    calls = count(1)
+
+    def compile_grammar(kind: str, text: str) -> None:
+        call = next(calls)
+        match text.split()[0]:
+            case "slow":
+                while True:
+                    pass
+            case "asleep":
+                signal.pause()
+            case "crash":
+                os.abort()
+            case "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "large":
+                bytearray(2 * MEMORY)
+            case "wrong":
+                raise RuntimeError("[12:00:00] /project/cpp/a.cc:7: Check failed: (x) is false: no x. ")
+            case "long":
+                raise ValueError("x" * 1_000_000)
+            case "calls":
+                raise ValueError(f"call {call} of process {os.getpid()}")
+
+    return compile_grammar
 
 
-def vocabulary() -> str:
-    tokens = [bytes([number]) for number in range(256)]
-    info = xgrammar.TokenizerInfo(tokens, vocab_type=xgrammar.VocabType.RAW, stop_token_ids=[0])
-    return str(info.serialize_json())
+def unmade() -> Compiler:
+    raise RuntimeError("no compiler")
+
+
+@pytest.fixture(scope="module")
+def kept() -> Any:
+    """Return the check of all tests that end no process."""
+    grammars = Grammars(played, CPU_S, wait_s=LIMIT_S, memory=MEMORY)
+    yield grammars
+    grammars.stop()
 
 
 @pytest.fixture
-async def grammars() -> AsyncIterator[GrammarCheck]:
-    check = GrammarCheck(CPU_S, COMPILE_S, vocabulary(), LIMIT_S)
-    yield check
-    await check.stop()
+async def own() -> AsyncIterator[Callable[..., Grammars]]:
+    """Return what makes a check whose process may end."""
+    made: list[Grammars] = []
+
+    def make(compiler: Callable[[], Compiler] = played, **limits: Any) -> Grammars:
+        made.append(Grammars(compiler, CPU_S, memory=MEMORY, **{"wait_s": LIMIT_S} | limits))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.stop()
 
 
-async def test_a_harmless_grammar_passes(grammars: GrammarCheck) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        await grammars.check(HARMLESS)
-
-
-async def test_a_hostile_one_is_refused_with_its_field_and_the_next_one_passes(
-    grammars: GrammarCheck,
-) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        await grammars.start()
-        with pytest.raises(RequestError) as caught:
-            await grammars.check([HOSTILE])
-        assert (caught.value.status, caught.value.param) == (400, "response_format")
-        assert "grammar_cpu_s" in caught.value.message
-        await grammars.check(HARMLESS)
-
-
-async def test_one_that_takes_long_to_compile_is_refused_with_the_limit(grammars: GrammarCheck) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        with pytest.raises(RequestError, match=r"0\.2 s to compile") as caught:
-            await grammars.check([SLOW_TO_COMPILE])
-        assert (caught.value.status, caught.value.param) == (400, "response_format")
-        # A tool's schema that no answer has to follow is not compiled.
-        await grammars.check([SLOW_TO_COMPILE._replace(compiles=False)])
-
-
-TUPLE = {"type": "array", "items": [{"type": "string"}]}
-
-
-def stated(field: str, schema: object, *, compiles: bool = True) -> Grammar:
-    return Grammar("json", json.dumps(schema), field, compiles)
+async def verdict(grammars: Grammars, text: str) -> str:
+    """Return the words of a refusal, or the status of another error; empty: the grammar passes."""
+    try:
+        await grammars.check("regex", text, lambda: "f")
+    except RequestError as error:
+        if error.status != 400:
+            return f"{error.status}, again in {error.retry_after_s:g} s"
+        return error.message.removeprefix(f"{error.param}: this regex ")
+    return ""
 
 
 @pytest.mark.parametrize(
-    ("compiled", "others", "field", "reason"),
+    ("text", "words"),
     [
-        # The grammar that the request states.
-        (
-            stated("structured_outputs", {"properties": {"a": TUPLE}}),
-            [stated("text.format", {"properties": {"a": TUPLE}})],
-            "text.format",
-            "text.format: this json can't be compiled: items must be a boolean or an object "
-            "(at #/properties/a)",
-        ),
-        # A grammar that vLLM has made of several, of which one is wrong.
-        (
-            stated("structured_outputs", {"anyOf": [{"type": "string"}, TUPLE]}),
-            [stated("tools[0]", {"type": "string"}), stated("tools[1]", TUPLE, compiles=False)],
-            "tools[1]",
-            "tools[1]: this json can't be compiled: items must be a boolean or an object",
-        ),
-        # A grammar that is unrelated to those of the request.
-        (
-            Grammar("grammar", "start: x", "structured_outputs"),
-            [stated("tools[0]", {"type": "string"})],
-            "structured_outputs",
-            "structured_outputs: this grammar can't be compiled: Lark error",
-        ),
+        ("good", ""),
+        ("wrong", "can't be compiled: no x"),
+        ("large", "can't be compiled: it takes too much memory"),
+        ("long", f"can't be compiled: {'x' * 300}..."),
+        ("x" * (MAX_CHARS + 1), f"has {MAX_CHARS + 1} characters; at most {MAX_CHARS} are allowed"),
+        ("good \ud800", ""),
     ],
 )
-async def test_a_grammar_that_the_engine_can_not_compile_is_refused_with_the_field_that_is_wrong(
-    grammars: GrammarCheck, compiled: Grammar, others: list[Grammar], field: str, reason: str
+async def test_a_grammar_passes_or_is_refused_with_the_reason(kept: Grammars, text: str, words: str) -> None:
+    assert await verdict(kept, text) == words
+
+
+async def test_a_verdict_is_kept_and_another_kind_is_another_grammar(kept: Grammars) -> None:
+    assert await verdict(kept, "calls a") == await verdict(kept, "calls a") != await verdict(kept, "calls b")
+    with pytest.raises(RequestError, match="f: this choice can't"):
+        await kept.check("choice", "calls a", lambda: "f")
+
+
+def test_the_least_recently_used_value_is_forgotten() -> None:
+    recent = Recent(2)
+    recent.set("a", "1")
+    recent.set("b", "2")
+    assert recent.get("a") == "1"
+    recent.set("c", "3")
+    assert [recent.get(key) for key in "abc"] == ["1", None, "3"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("slow", f"takes more than {CPU_S} s to compile (grammar_compile_cpu_s); simplify it"),
+        ("crash", "can't be compiled: the compiler crashes (SIGABRT)"),
+    ],
+)
+async def test_a_grammar_that_ends_the_process_is_refused_and_the_next_one_passes(
+    own: Callable[..., Grammars], text: str, words: str
 ) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        # The grammars of the request are only looked at.
-        await grammars.check(others)
-        with pytest.raises(RequestError) as caught:
-            await grammars.compile(compiled, others)
-    assert (caught.value.status, caught.value.param) == (400, field)
-    assert caught.value.message.startswith(reason)
-
-
-async def test_a_grammar_that_the_engine_can_compile_passes_whatever_else_is_stated(
-    grammars: GrammarCheck,
-) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        await grammars.compile(HARMLESS[0], [stated("tools[0]", TUPLE, compiles=False)])
-
-
-async def test_without_a_vocabulary_grammars_are_only_parsed() -> None:
-    check = GrammarCheck(CPU_S, COMPILE_S, wait_s=LIMIT_S)
-    try:
-        async with asyncio.timeout(LIMIT_S):
-            await check.check([SLOW_TO_COMPILE])
-            with pytest.raises(RequestError):
-                await check.check([HOSTILE])
-    finally:
-        await check.stop()
-
-
-async def test_a_refusal_ends_no_process(grammars: GrammarCheck) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        await grammars.start()
-        process = grammars.process
-        with pytest.raises(RequestError):
-            await grammars.check([HOSTILE])
-        assert grammars.process is process
-
-
-async def test_the_event_loop_goes_on_meanwhile(grammars: GrammarCheck) -> None:
-    gaps: list[float] = []
-
-    async def tick() -> None:
-        last = time.monotonic()
-        while True:
-            await asyncio.sleep(0.01)
-            gaps.append(time.monotonic() - last)
-            last = time.monotonic()
-
-    await grammars.start()
-    ticking = asyncio.ensure_future(tick())
-    began = time.monotonic()
-    with pytest.raises(RequestError):
-        await grammars.check([HOSTILE])
-    took = time.monotonic() - began
-    ticking.cancel()
-    # A parse on the loop would be one gap.
-    assert max(gaps) < 0.5 * took
-
-
-async def test_a_grammar_that_is_known_is_not_parsed_again(grammars: GrammarCheck) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        assert grammars.unknown([HOSTILE])
-        with pytest.raises(RequestError):
-            await grammars.check([HOSTILE])
-        assert not grammars.unknown([HOSTILE])
-        assert grammars.unknown([HOSTILE, HARMLESS[0]])
-        await grammars.stop()
-        with pytest.raises(RequestError):
-            await grammars.check([HOSTILE])
-        assert grammars.process is None
-
-
-def test_a_grammar_that_is_too_long_is_refused_unseen() -> None:
-    check_lengths([*HARMLESS, HOSTILE])
-    long = Grammar("regex", "a" * (MAX_CHARS + 1), "structured_outputs.regex")
-    with pytest.raises(RequestError, match=f"at most {MAX_CHARS}") as caught:
-        check_lengths([HARMLESS[0], long])
-    assert (caught.value.status, caught.value.param) == (400, "structured_outputs.regex")
-
-
-async def test_the_limit_holds_for_a_caller_that_blocks_signals(grammars: GrammarCheck) -> None:
+    grammars = own()
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})
     try:
-        async with asyncio.timeout(LIMIT_S):
-            with pytest.raises(RequestError):
-                await grammars.check([HOSTILE])
+        ended, then = await asyncio.gather(verdict(grammars, text), verdict(grammars, "good"))
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    assert (ended, then) == (words, "")
+    assert await verdict(grammars, text) == words
 
 
-async def test_a_check_that_is_cancelled_leaves_no_answer_for_the_next_one(grammars: GrammarCheck) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        await grammars.start()
-        check = asyncio.ensure_future(grammars.check(HARMLESS[:1]))
-        # It has sent its grammar now, and waits for the answer.
-        await asyncio.sleep(0)
-        check.cancel()
-        await asyncio.wait([check])
-        with pytest.raises(RequestError):
-            await grammars.check([HOSTILE])
-
-
-async def test_a_grammar_that_was_not_checked_to_the_end_is_checked_again(grammars: GrammarCheck) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        await grammars.start()
-        assert grammars.process is not None
-        # As when the machine has no memory left.
-        grammars.process.kill()
-        with pytest.raises(RequestError, match="the process that checks them ended") as caught:
-            await grammars.check(HARMLESS[:1])
-        assert (caught.value.status, caught.value.retry_after_s) == (503, RETRY_S)
-        await grammars.check(HARMLESS[:1])
-
-
-async def test_a_process_that_does_not_start_is_told_and_the_next_check_starts_another(
-    grammars: GrammarCheck, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("text", ["asleep", "killed"])
+async def test_a_grammar_without_a_verdict_is_a_503_and_is_tried_again(
+    own: Callable[..., Grammars], text: str
 ) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        with monkeypatch.context() as patch:
-            patch.setattr(sys, "executable", shutil.which("false"))
-            with pytest.raises(RequestError, match="does not start") as caught:
-                await grammars.check(HARMLESS[:1])
-        assert (caught.value.status, caught.value.retry_after_s) == (503, RETRY_S)
-        await grammars.check(HARMLESS[:1])
+    grammars = own()
+    assert await verdict(grammars, "good") == ""
+    grammars._wait_s = 0.05 if text == "asleep" else LIMIT_S
+    assert await verdict(grammars, text) == AWAY
+    grammars._wait_s = LIMIT_S
+    assert await verdict(grammars, "good again") == ""
+    assert (await verdict(grammars, "calls")).startswith("can't be compiled: call 2 of")
+
+
+async def test_a_process_that_does_not_start_is_a_503(own: Callable[..., Grammars]) -> None:
+    assert await verdict(own(unmade), "good") == AWAY
+
+
+async def test_a_client_that_leaves_takes_no_verdict_from_the_next(own: Callable[..., Grammars]) -> None:
+    grammars = own()
+    leaves = asyncio.ensure_future(verdict(grammars, "wrong"))
+    await asyncio.sleep(0)
+    leaves.cancel()
+    assert await verdict(grammars, "good") == ""
+
+
+PARENT = """
+import asyncio
+from serve_app.engine.grammars import Grammars
+from tests.serve_app.engine.test_grammars import played, verdict
+grammars = Grammars(played, 600.0)
+if __name__ == "__main__":
+    print(asyncio.run(verdict(grammars, "calls")), flush=True)
+    asyncio.run(verdict(grammars, "slow"))
+"""
+
+
+def test_the_process_ends_when_its_engine_is_killed() -> None:
+    command = [sys.executable, "-c", PARENT]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout
+        said = parent.stdout.readline()
+        child = os.pidfd_open(int(said.split()[-1]))
+        try:
+            parent.kill()
+            assert select.select([child], [], [], LIMIT_S)[0], "the process outlives its engine"
+        finally:
+            os.close(child)
+
+
+# The body.
 
 
 @pytest.mark.parametrize(
@@ -338,14 +209,41 @@ async def test_a_process_that_does_not_start_is_told_and_the_next_check_starts_a
         (b'{"text": {}, "temperature": NaN, "prompt": "%s"}' % (b"x" * MAX_BYTES), None),
     ],
 )
-def test_fields_for_grammars_are_not_parsed_before_their_length_is_known(
-    body: bytes, param: str | None
-) -> None:
+def test_fields_for_grammars_are_bounded_before_a_parse(body: bytes, param: str | None) -> None:
     with pytest.raises(RequestError, match=f"at most {MAX_BYTES} are allowed") as caught:
-        grammars_of(body)
+        key_of(body)
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
-def test_a_long_prompt_beside_a_grammar_is_not_among_its_bytes() -> None:
-    body = b'{"prompt": "%s", "structured_outputs": {"regex": "a+"}}' % (b"x" * MAX_BYTES)
-    assert grammars_of(body) == [Grammar("regex", "a+", "structured_outputs.regex")]
+def test_the_key_of_a_body_is_that_of_its_fields_for_grammars() -> None:
+    def key(**fields: object) -> bytes:
+        return key_of(json.dumps(fields).encode())
+
+    values: list[object] = [{}, [], {"a": 1}]
+    keys = {key(**{name: value}) for name in GRAMMARS for value in values}
+    assert len(keys) == len(values) * len(GRAMMARS)
+    assert key(tools=[1], prompt="x" * MAX_BYTES, n=2) == key(n=1, tools=[1])
+    # What isn't strict JSON has none.
+    assert key_of(b'{"tools": [NaN]}') == key_of(b"{") == b""
+
+
+SCHEMA = {"type": "json_schema"}
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "field"),
+    [
+        ({"response_format": SCHEMA, "tools": [{}]}, "json", "response_format"),
+        ({"response_format": {"type": "structural_tag"}}, "structural_tag", "response_format"),
+        ({"response_format": {"type": "text"}, "text": {"format": SCHEMA}}, "json", "text.format"),
+        ({"output_config": {"format": SCHEMA}}, "json", "output_config.format"),
+        ({"structured_outputs": {"regex": "a"}, "tools": [{}]}, "regex", "structured_outputs.regex"),
+        ({"tools": [{}], "response_format": []}, "json", "tools"),
+        ({}, "json", "structured_outputs.json"),
+    ],
+)
+def test_a_refusal_names_the_field_that_states_the_grammar(
+    body: dict[str, object], kind: str, field: str
+) -> None:
+    assert field_of(json.dumps(body).encode(), kind) == field
+    assert field_of(b"{", kind) == f"structured_outputs.{kind}"

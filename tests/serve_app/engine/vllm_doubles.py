@@ -21,7 +21,7 @@ from serve_app.engine.vllm.client import GatedLLM
 from serve_app.engine.vllm.stats import UnreportedStats, slot_usage
 from serve_app.wire.usage import Tokens
 from tests.progress import STILL_S
-from tests.serve_app.engine.engine_doubles import BLOCK, CONTEXT, Site, new_job
+from tests.serve_app.engine.engine_doubles import BLOCK, CONTEXT, PlayedGrammars, Site, new_job
 
 LIMIT_S = STILL_S
 TEN = tokens_input(list(range(10)))
@@ -156,6 +156,7 @@ def gated(script: Any, site: Site | None = None, *, by_priority: bool = False) -
     if site is not None:
         script.batcher = site.batcher
         llm.door, llm.adapters = site.door, site.adapters
+    llm.grammars = PlayedGrammars()
     llm.by_priority = by_priority
     llm.model_config = SimpleNamespace(
         max_model_len=CONTEXT,

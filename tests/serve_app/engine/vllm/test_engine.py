@@ -5,11 +5,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import xgrammar
 from vllm.tokenizers import get_tokenizer
 
 from serve_app.engine.adapters import AdapterFiles
-from serve_app.engine.grammars import GrammarCheck
 from serve_app.engine.vllm.engine import VLLMEngine
 from serve_app.engine.vllm.lora import Adapters
 from serve_app.engine.vllm.options import BatcherLimits
@@ -87,33 +85,3 @@ def test_an_engine_is_busy_while_it_has_unfinished_requests(engine: VLLMEngine, 
     llm: Any = engine.llm
     llm.output_processor = SimpleNamespace(has_unfinished_requests=lambda: unfinished)
     assert engine.busy is unfinished
-
-
-def test_the_vocabulary_for_grammars_is_that_of_the_tokenizer(engine: VLLMEngine) -> None:
-    engine.llm.vllm_config = SimpleNamespace(
-        structured_outputs_config=SimpleNamespace(disable_any_whitespace=False),
-        speculative_config=None,
-        model_config=None,
-    )
-    vocabulary = engine.grammar_vocabulary()
-    info = xgrammar.TokenizerInfo.deserialize_json(vocabulary)
-    assert info.vocab_size == engine.llm.model_config.get_vocab_size()
-    assert b"W" in info.decoded_vocab
-
-
-def test_a_pooling_model_has_no_vocabulary_for_grammars(engine: VLLMEngine) -> None:
-    engine.llm.model_config.runner_type = "pooling"
-    assert engine.grammar_vocabulary() == ""
-
-
-@pytest.mark.parametrize(
-    ("backend", "compiles"), [("auto", True), ("xgrammar", True), ("guidance", False), ("outlines", False)]
-)
-def test_the_door_checks_grammars_and_the_client_those_that_xgrammar_compiles(
-    engine: VLLMEngine, backend: str, compiles: bool
-) -> None:
-    engine.llm.vllm_config = SimpleNamespace(structured_outputs_config=SimpleNamespace(backend=backend))
-    check = GrammarCheck(0.1, 1.0)
-    engine.check_grammars(check)
-    assert engine.door.grammars is check
-    assert engine.llm.compiles_grammars is compiles
