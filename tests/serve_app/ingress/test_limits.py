@@ -124,7 +124,9 @@ async def test_a_body_of_no_type_that_its_route_reads_is_refused(path: str, type
     body = json.dumps({"tools": [[]] * 2000}).encode(encoding)
     async with Client(max_values=1000) as client:
         response = await client.post(path, content=body, headers={"content-type": type})
-        assert response.status_code == 400
+        param = response.json()["error"]["param"]
+        assert param in ("content-type", None)
+        check_error(response, 400, "invalid_request_error", param)
         assert client.engine.requests == []
 
 
