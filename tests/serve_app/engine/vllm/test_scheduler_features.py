@@ -13,6 +13,7 @@ import pytest
 from vllm.sampling_params import StructuredOutputsParams
 
 from serve_app.engine.vllm.scheduler import GOALS
+from tests.progress import wait_until
 from tests.serve_app.engine.vllm.features import DRAFTS, STORE, Drafts, Loading, Windows, engine_of
 from tests.serve_app.simulation.virtual_engine import LiveFirstEngine, VirtualEngine, virtual_engines
 
@@ -94,6 +95,10 @@ def run(feature: Feature, kind: type[VirtualEngine], policy: str) -> Seen:
                 # vLLM's front end chooses it.
                 params._backend = "xgrammar"
             engine.add(f"live {number}", text, 30, **told)
+            if feature.grammar:
+                # A thread compiles it, in real time.
+                asked = engine.scheduler.requests[f"live {number}"].structured_output_request
+                wait_until(lambda: asked.grammar is not None)
 
         for _ in range(ROWS):
             add_row()
