@@ -73,6 +73,7 @@ def separate(error: ErrorT) -> ErrorT | Aborted:
         if twin.args != error.args or twin is error:
             raise TypeError
     except Exception:
+        # A copy may fail in any way: the error is the cause of what stands for it.
         twin = Aborted(f"{type(error).__name__}: {described(error, str)}")
         twin.__cause__ = error
         return twin

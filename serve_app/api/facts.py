@@ -393,10 +393,15 @@ Fields = Mapping[str, Value]
 
 
 class _Message(msgspec.Struct):
-    """The fields of a message that are read; each message of a chat has a role."""
+    """The fields of a message that are read."""
+
+    content: msgspec.Raw = msgspec.Raw(b"")
+
+
+class _OfOneChat(_Message, kw_only=True):
+    """A message of a body's only chat has a role; in a list of chats, a chat without one fails alone."""
 
     role: str
-    content: msgspec.Raw = msgspec.Raw(b"")
 
 
 _Part: Any = msgspec.defstruct(
@@ -412,7 +417,7 @@ _LIST = msgspec.json.Decoder(list[msgspec.Raw])
 _PART = msgspec.json.Decoder(_Part)
 _TEXT = msgspec.json.Decoder(str)
 _INTEGER = msgspec.json.Decoder(int, strict=False)
-_CHAT = msgspec.json.Decoder(list[_Message])
+_CHAT: Any = msgspec.json.Decoder(list[_OfOneChat])
 _CHATS = msgspec.json.Decoder(list[list[_Message]])
 _TOKENS = msgspec.json.Decoder(list[int])
 _KINDS: dict[bytes, tuple[msgspec.json.Decoder[Any], ...]] = {

@@ -44,7 +44,7 @@ MEMORY_BYTES = 4 << 30
 REMEMBERED = 4_096
 """Grammars whose verdict is kept, and bodies whose grammars are known: 2 MB at most."""
 
-WAIT_S = 30.0
+WAIT_S = 90.0
 """Longest wait for a verdict by default. The process has a limit of CPU: it got no core until then."""
 
 RETRY_S = 5.0
@@ -316,6 +316,7 @@ def answer(connection: Connection, make: Callable[[], Compiler], cpu_s: float, m
             try:
                 compile_grammar(kind, text)
             except Exception as error:
+                # The compiler raises errors of any class: each is the reason why a grammar is refused.
                 verdict = f"can't be compiled: {_words(error)}"
             signal.setitimer(signal.ITIMER_PROF, 0.0)
             connection.send(verdict)

@@ -150,6 +150,7 @@ class Replica:
         except RequestError as error:
             answer.fail(error)
         except Exception as error:
+            # The answer fails with it, and a fault of the service is logged with its stack.
             if answer.ended:
                 # A failure behind the answer is not the answer's.
                 return
