@@ -398,8 +398,8 @@ class _Message(msgspec.Struct):
     content: msgspec.Raw = msgspec.Raw(b"")
 
 
-class _OfOneChat(_Message, kw_only=True):
-    """A message of a body's only chat has a role; in a list of chats, a chat without one fails alone."""
+class _WithRole(_Message, kw_only=True):
+    """A message of vLLM's routes has a role; in `/generate` a chat without one fails alone."""
 
     role: str
 
@@ -417,8 +417,15 @@ _LIST = msgspec.json.Decoder(list[msgspec.Raw])
 _PART = msgspec.json.Decoder(_Part)
 _TEXT = msgspec.json.Decoder(str)
 _INTEGER = msgspec.json.Decoder(int, strict=False)
-_CHAT: Any = msgspec.json.Decoder(list[_OfOneChat])
-_CHATS = msgspec.json.Decoder(list[list[_Message]])
+_CHAT: Mapping[bool, Any] = {
+    True: msgspec.json.Decoder(list[_Message]),
+    False: msgspec.json.Decoder(list[_WithRole]),
+}
+_CHATS: Mapping[bool, Any] = {
+    True: msgspec.json.Decoder(list[list[_Message]]),
+    False: msgspec.json.Decoder(list[list[_WithRole]]),
+}
+"""Messages, and lists of chats, of our own calls and of vLLM's routes."""
 _TOKENS = msgspec.json.Decoder(list[int])
 _KINDS: dict[bytes, tuple[msgspec.json.Decoder[Any], ...]] = {
     b"[": (msgspec.json.Decoder(list[list[int]]), msgspec.json.Decoder(list[list[str]])),
@@ -628,7 +635,12 @@ class _Look:
         if large and bytes(messages).count(b"[" if nested else b"{") > limits.max_messages:
             self._check_values(most)
             large = False
-        self._chats = _chats(start, messages)
+        self._lists = CALLS.get(path) or (*PROMPT_LISTS, *(("messages",) if path in CHAT_LISTS else ()))
+        for name in looked:
+            # Prompts are counted before they are read.
+            if name in self._lists and (count := _length(content[name])):
+                check_count(name, count, limits.max_prompts)
+        self._chats = _chats(start, messages, of_call=path in CALLS)
         if large:
             texts = chain(content.values(), (each.content for chat in self._chats for each in chat))
             if size - sum(len(text) for text in texts if _first(text) == _QUOTE) > most:
@@ -641,7 +653,6 @@ class _Look:
             RequestError: 400, there are too many prompts, messages or parts, or items of several kinds.
         """
         path = self._path
-        lists = CALLS.get(path) or (*PROMPT_LISTS, *(("messages",) if path in CHAT_LISTS else ()))
         prompts = 0
         for name in self._looked:
             text, count = self._content[name], None
@@ -656,7 +667,7 @@ class _Look:
                 if name in MESSAGE_LISTS:
                     _check_most(name, parts, self._limits.max_messages, "ingress.max_messages")
             # vLLM itself refuses an empty list.
-            if count is not None and name in lists and (count or path in CALLS):
+            if count is not None and name in self._lists and (count or path in CALLS):
                 check_count(name, count, self._limits.max_prompts)
                 # The lists of two fields may be combined.
                 prompts += count if count > 1 else 0
@@ -686,6 +697,8 @@ class _Look:
                     parts += max(count or 0, objects)
         _check_most("messages", parts, self._limits.max_messages, "ingress.max_messages")
         if self._start is None:
+            if _first(text := self._content["messages"]) == _BRACE:
+                self._items("messages", text, _DEEPEST)
             return None
         return len(self._chats) if self._start[1] == b"[" else sum(map(len, self._chats))
 
@@ -757,12 +770,15 @@ def _check_options(content: Fields, most: int) -> None:
         raise _refused(message, name[:MAX_NAME])
 
 
-def _chats(start: "re.Match[bytes] | None", text: Value) -> list[list[_Message]]:
+def _chats(start: "re.Match[bytes] | None", text: Value, *, of_call: bool) -> list[list[_Message]]:
     """Return the chats in a list of chats, or the only one; none, if the text is no list."""
     if start is None or start[1] == b"]":
         return []
     try:
-        return _CHATS.decode(text) if start[1] == b"[" else [_CHAT.decode(text)]
+        if start[1] != b"[":
+            return [_CHAT[of_call].decode(text)]
+        chats: list[list[_Message]] = _CHATS[of_call].decode(text)
+        return chats
     except msgspec.ValidationError as error:
         raise _kinds("messages", error) from None
     except _ERRORS:

@@ -231,6 +231,7 @@ def check_facts(facts: Facts, content: dict[str, Any], body: bytes, path: str) -
 
 
 @pytest.mark.parametrize("limits", [SMALL, ROOMY], ids=["small", "roomy"])
+@example(b'{"messages": {"image_url": 1}}', CHAT)
 @given(BODIES, st.sampled_from(PATHS))
 def test_no_body_is_counted_for_less_than_a_parser_makes_of_it(
     limits: IngressSettings, body: bytes, path: str
@@ -353,6 +354,7 @@ def test_prompts_in_tokens_may_be_long() -> None:
         ("input", "[{}, 1]", "[1]"),
         ("messages", "[{}, {}]", "[0]"),
         ("messages", '[{"role":"user"}, 1]', "[1]"),
+        ("messages", '[[{"role":"user"}, {}]]', "[0][1]"),
     ],
 )
 def test_a_list_is_refused_at_its_first_wrong_item(name: str, text: str, at: str) -> None:
@@ -360,6 +362,11 @@ def test_a_list_is_refused_at_its_first_wrong_item(name: str, text: str, at: str
         inspect(f'{{"{name}": {text}}}'.encode(), CHAT, LIMITS)
     assert (caught.value.status, caught.value.param) == (400, name)
     assert f"`${at}`" in caught.value.message
+
+
+def test_a_chat_without_a_role_is_left_to_its_row_of_generate() -> None:
+    body = b'{"messages": [[{"role": "user"}], [{"content": "x"}]], "partial": true}'
+    assert inspect(body, GENERATE, LIMITS).prompts == 2
 
 
 @given(
