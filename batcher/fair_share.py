@@ -105,7 +105,7 @@ class Backlog:
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """What one tenant was served in one tier, and its backlogs there."""
+    """The service that a tenant got in one tier, and its backlogs there."""
 
     tenant: Tenant
     tier: Any = None  # as long as it has entries

@@ -113,7 +113,7 @@ class StepSeconds(StatsPart):
 
 
 class SchedulerFigures(StatsPart):
-    """What an engine's scheduler did for live traffic since its start, and what it has learned."""
+    """The figures of an engine's scheduler: rows that gave way since the start, and learned times."""
 
     bound_s: Maybe[float] = Field(
         default=None, description="Most seconds that the last step might take; null: it was not bounded."

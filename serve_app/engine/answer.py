@@ -248,7 +248,7 @@ class Answer:
 
     @property
     def _wrong(self) -> Piece | RequestError | None:
-        """What takes the place of the rest of the answer; None: nothing does."""
+        """The error or loss in place of the rest of the answer; None: the answer goes on."""
         if self.begun and not self._streams:
             return None
         return LOST if self._lost() else self._error or self._refusal()

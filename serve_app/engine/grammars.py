@@ -248,7 +248,7 @@ class Grammars:
         Raises:
             RuntimeError: Something else has.
         """
-        # One that is busy got no core, and its memory may be what ended another one: neither is a verdict.
+        # A process that is busy got no core, and the memory of the machine may end any process: no verdicts.
         process.kill()
         process.join()
         self._process = None

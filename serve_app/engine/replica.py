@@ -1,4 +1,4 @@
-"""What the replicas of every kind of model share: the way of a call, and the entry in `/stats`."""
+"""The base of all replicas of models: the way of a call, and the entry in `/stats`."""
 
 import logging
 import os
@@ -79,7 +79,7 @@ class Replica:
         if telemetry := getattr(self, "_telemetry", None):
             telemetry.stop()
 
-    # What a subclass decides
+    # Decisions of a subclass
 
     async def _answer(self, job: Job, answer: Answer) -> None:
         """Make the answer to a job that its quotas allow.

@@ -285,7 +285,7 @@ def look(copy: Path, files: list[str], looks: dict[str, Any]) -> None:
         place, own, current = line.split("\t")
         test, _, phase = current.rpartition(" ")
         if seen := looks.get(test.partition("::")[0]):
-            # What a fixture or another process does may serve all tests of the file.
+            # The work of a fixture or of another process may serve all tests of the file.
             one = own == "1" and phase == "(call)"
             seen["reach"][place] += [test] if one else seen["times"]
     print(
@@ -432,7 +432,7 @@ def main() -> None:
     avoid = {fault.place for fault in listed}
     for fault in listed:
         known = outcomes.get(str(fault), {"outcome": "unknown"})
-        # What has survived gets another chance once more tests are known.
+        # A fault that has survived gets another chance once more tests are known.
         if fault.room not in rooms or known["outcome"] in CAUGHT or known.get("looks") == len(looks):
             continue
         if time.monotonic() > ends:

@@ -39,7 +39,7 @@ _CHANGES: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = (
     (re.compile(r"(?<![\w.])\d+(?![\w.])"), lambda found: str(int(found[0]) + 1)),
     (re.compile(r"^(break|continue)$"), lambda found: "pass"),
 )
-"""What may be wrong in a line, and what stands there then."""
+"""The mistakes that a line may have, and the wrong text of each."""
 
 
 @dataclass(frozen=True)

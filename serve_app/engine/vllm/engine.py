@@ -178,7 +178,7 @@ class VLLMEngine:
 
     @property
     def scheduler(self) -> SchedulerFigures | None:
-        """What the scheduler did and learned; None: it is vLLM's own."""
+        """The figures of the scheduler; None: the scheduler is vLLM's own."""
         return scheduler_figures(self.stats.scheduler) if self.stats.scheduler else None
 
     def check_goals(self) -> None:

@@ -306,7 +306,7 @@ class LiveFirst:
 
     @property
     def figures(self) -> dict[str, int]:
-        """What the scheduler did and learned: counts since the start, times in µs or ns.
+        """The figures of the scheduler: counts since the start, and learned times in µs, ns or ps.
 
         - `bound_us`: The longest time that the last step might take; 0: no bound was in force.
         - `left_out`: Rows that were left out of a step for time.
@@ -513,8 +513,9 @@ class LiveFirst:
         prompts += sum(self._part(each.left) for each in waiting)
         usual_s = self._usual_s(Work(drafts, sequences, context))
         bound_s = min([usual_s, *filter(None, goals_s)])
+        crowded = self._adapters_crowd()
         # The oldest row stays in the step.
-        while len(rows) > 1 and self._may_leave_out(rows[-1]):
+        while len(rows) > 1 and not (crowded and _adapter(rows[-1]) is not None):
             if self.times.predict(Work(drafts, sequences, context)) <= bound_s:
                 break
             row = rows.pop()
@@ -553,16 +554,16 @@ class LiveFirst:
     def _steps_to_first(self) -> int:
         return STEPS_TO_FIRST + self._stages - 1
 
-    def _may_leave_out(self, row: Any) -> bool:
-        """Return whether a row may be left out.
+    def _adapters_crowd(self) -> bool:
+        """Return whether the slots are too few for all adapters that were asked for.
 
-        vLLM counts the adapters of a step, and adds requests with further ones as far as there are slots.
-        So rows with adapters stay where the slots are too few for all adapters that were asked for.
+        vLLM counts the adapters of a step, and adds requests with further ones as far as there are slots. So
+        rows with adapters stay in the step then.
         """
-        if not self.lora_config or _adapter(row) is None:
-            return True
+        if not self.lora_config:
+            return False
         adapters = {_adapter(each) for each in self.requests.values()} - {None}
-        return len(adapters) <= int(self.lora_config.max_loras)
+        return len(adapters) > int(self.lora_config.max_loras)
 
     def _part(self, tokens: int) -> int:
         """Return the tokens of a prompt that vLLM takes into a step, at most."""

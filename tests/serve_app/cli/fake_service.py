@@ -1,61 +1,44 @@
 """A service that answers `/stats` and `/health` as a test tells it to, on a port of its own."""
 
 import json
-import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from batcher import ContinuousStats
 from serve_app.cli.figures import Poll
 from serve_app.stats import ServiceHealth, ServiceStats
+from tests.fakes.service import Asked, Reply, Service
 
 Answer = Callable[[str, dict[str, str]], tuple[int, Any]]
 """Returns the status and the body of an answer, of a path and its headers; a text is sent as it is."""
 
 
 class FakeService:
-    """An HTTP server on the loopback interface.
+    """A service on loopback whose answers depend on the path and the headers alone.
 
     Attributes:
         answer: Makes its answers; may be changed while it runs.
-        port: Its port, which it keeps over `stop` and `start`.
     """
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
-        self.port = 0
-        self.start()
+        self._service = Service(self._reply)
+        self.start, self.stop = self._service.start, self._service.stop
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return self._service.url
 
-    def start(self) -> None:
-        service = self
+    @property
+    def port(self) -> int:
+        """Its port, which it keeps over `stop` and `start`."""
+        return self._service.port
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                headers = {name.lower(): value for name, value in self.headers.items()}
-                status, body = service.answer(self.path, headers)
-                content = (body if isinstance(body, str) else json.dumps(body)).encode()
-                self.send_response(status)
-                self.send_header("content-length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-            def log_message(self, *args: object) -> None:
-                """Log nothing."""
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
-        self.port = self._server.server_port
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def stop(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+    def _reply(self, asked: Asked) -> Reply:
+        status, content = self.answer(asked.path, dict(asked.headers))
+        return Reply(content, status)
 
 
 def llm(replica: str, *, out: int = 0, tenants: dict[str, int] | None = None, **stats: Any) -> dict[str, Any]:

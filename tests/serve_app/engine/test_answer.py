@@ -63,7 +63,7 @@ def text_of(pieces: list[Piece]) -> bytes:
 
 @dataclass
 class Fate:
-    """What happens to an application behind a number of its messages.
+    """The fate of an application behind a number of its messages.
 
     Attributes:
         what: "ends", or how it fails.
