@@ -7,6 +7,7 @@ another one is there at once.
 """
 
 import asyncio
+import fcntl
 import hashlib
 import logging
 import multiprocessing
@@ -28,7 +29,6 @@ import msgspec
 
 from serve_app.api.errors import RequestError
 from serve_app.api.facts import GRAMMARS
-from serve_app.system.parent_death import end_with
 
 logger = logging.getLogger("ray.serve")
 
@@ -295,8 +295,9 @@ def answer(connection: Connection, make: Callable[[], Compiler], cpu_s: float, m
         cpu_s: Seconds of CPU that a grammar may take.
         memory: Bytes that this process may have.
     """
-    # The server from which it was forked ends with the replica.
-    end_with(os.getppid(), signal.SIGKILL)
+    # A grammar that is at work doesn't look at the connection, and the server from which the process was forked
+    # lives as long as the process.
+    _end_with_engine()
     compile_grammar = make()
     os.nice(NICENESS)
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
@@ -320,6 +321,20 @@ def answer(connection: Connection, make: Callable[[], Compiler], cpu_s: float, m
                 verdict = f"can't be compiled: {_words(error)}"
             signal.setitimer(signal.ITIMER_PROF, 0.0)
             connection.send(verdict)
+
+
+def _end_with_engine() -> None:
+    """Make the kernel end this process when the pipe closes whose other end the engine holds."""
+    engine = multiprocessing.parent_process()
+    if engine is None:
+        return
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGIO})
+    fcntl.fcntl(engine.sentinel, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(engine.sentinel, fcntl.F_SETFL, os.O_ASYNC)
+    # The engine may have ended before the call.
+    if not engine.is_alive():
+        os._exit(1)
 
 
 def _words(error: Exception) -> str:

@@ -35,6 +35,8 @@ EMPTY = {
     "GPUs: {{ip}} {{GpuIndex}}": "there is no GPU here",
     "Pending nodes: {{NodeType}}": "the autoscaler's port belongs to the first Ray of a machine",
     "Rows of datasets per second: {{model}} calls sent again": "there is room for what the driver sends",
+    "Rows that gave way: {{model}} left out of a step": "there are places and blocks for all, and no goals",
+    "Rows that gave way: {{model}} preempted": "there are places and blocks for all, and no goals",
     "Preemptions: {{model_name}}": "guaranteed_no_evict preempts nothing",
     "Prompt tokens found in the prefix cache: {{model_name}}": "a prompt is shorter than a block",
     "SaturateErrorsFast": "nothing fails",

@@ -29,7 +29,7 @@ def test_sigterm_finishes_requests_in_flight_and_leaves_no_process(
     answers: list[httpx.Response] = []
 
     def ask() -> None:
-        body = {"prompts": ["once upon"] * 20, "max_tokens": 1900, "ignore_eos": True, "model": "demo"}
+        body = {"prompts": ["once upon"] * 20, "max_tokens": 400, "ignore_eos": True, "model": "demo"}
         answers.append(httpx.post(f"{service.url}/generate", json=body, timeout=ANSWER_S))
 
     asking = threading.Thread(target=ask)

@@ -43,6 +43,10 @@ def played() -> Compiler:
             case "slow":
                 while True:
                     pass
+            case "told":
+                print("at work", flush=True)
+                while True:
+                    pass
             case "asleep":
                 signal.pause()
             case "crash":
@@ -180,7 +184,7 @@ from tests.serve_app.engine.test_grammars import played, verdict
 grammars = Grammars(played, 600.0)
 if __name__ == "__main__":
     print(asyncio.run(verdict(grammars, "calls")), flush=True)
-    asyncio.run(verdict(grammars, "slow"))
+    asyncio.run(verdict(grammars, "told"))
 """
 
 
@@ -191,6 +195,7 @@ def test_the_process_ends_when_its_engine_is_killed() -> None:
         said = parent.stdout.readline()
         child = os.pidfd_open(int(said.split()[-1]))
         try:
+            assert parent.stdout.readline() == "at work\n"
             parent.kill()
             assert select.select([child], [], [], LIMIT_S)[0], "the process outlives its engine"
         finally:

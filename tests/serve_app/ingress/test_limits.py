@@ -64,7 +64,7 @@ PROMPT = {"prompt": "x"}
         ("/generate", {"messages": [[{"content": "x"}] * 7] * 2}, "messages"),
         ("/generate", {"messages": [[{"content": [{"text": "x"}] * 12}]]}, "messages"),
         (CHAT, {"metadata": {str(key): key for key in range(2000)}}, "metadata"),
-        ("/generate", {"prompts": [{}] * 2000}, None),
+        ("/generate", {"prompts": [{}] * 2000}, "prompts"),
         ("/process", {"records": [[{}] * 2000]}, None),
     ],
 )
