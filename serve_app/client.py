@@ -6,9 +6,11 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from ipaddress import ip_address
 from typing import Any, NamedTuple, Self, TypeVar
 from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -411,12 +413,21 @@ def connection(url: str) -> dict[str, Any]:
 
     Args:
         url: The URL.
+
+    Raises:
+        ServiceError: The proxy of the environment needs a package that is missing.
     """
     host = httpx.URL(url).host
     here = host == "localhost"
     with suppress(ValueError):
         address = ip_address(host)
         here = address.is_loopback or address.is_unspecified
+    socks = any(proxy.startswith("socks") for proxy in getproxies().values())
+    if socks and not here and find_spec("socksio") is None:
+        raise ServiceError(
+            f"{url}: the environment names a SOCKS proxy, which needs the package socksio; install it, or "
+            "unset the variable, such as ALL_PROXY"
+        )
     # Certificates that the environment names count for any host; httpx would read them with the proxies.
     return {"trust_env": not here, "verify": httpx.create_ssl_context()}
 

@@ -295,8 +295,8 @@ def answer(connection: Connection, make: Callable[[], Compiler], cpu_s: float, m
         cpu_s: Seconds of CPU that a grammar may take.
         memory: Bytes that this process may have.
     """
-    # A grammar that is at work doesn't look at the connection, and the server from which the process was forked
-    # lives as long as the process.
+    # A grammar that is at work doesn't look at the connection, and the server from which the process was
+    # forked lives as long as the process.
     _end_with_engine()
     compile_grammar = make()
     os.nice(NICENESS)

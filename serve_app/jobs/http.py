@@ -13,7 +13,7 @@ from serve_app.api.errors import RequestError
 from serve_app.api.headers import KEEP_ALIVE
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
-from serve_app.client import base_url, connection, error_of, json_of, retry_after_s
+from serve_app.client import ServiceError, base_url, connection, error_of, json_of, retry_after_s
 from serve_app.jobs.errors import RunError
 from serve_app.jobs.rows import RowAnswer
 from serve_app.stats import ReplicaStats, ServiceStats
@@ -66,7 +66,8 @@ class HTTPClient:
     ) -> None:
         try:
             self.url = base_url(url)
-        except ValueError as error:
+            way = connection(self.url)
+        except (ValueError, ServiceError) as error:
             raise RunError(f"--url {error}") from None
         self._model = model
         self._pool = partial(
@@ -75,7 +76,7 @@ class HTTPClient:
             headers={"authorization": f"Bearer {api_key}"} if api_key else {},
             transport=transport,
             # All pools share the certificates, which take 20 ms to read.
-            **connection(self.url),
+            **way,
         )
         self._pools = [_Pool(self._pool())]
 

@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from serve_app.client import AsyncClient, Backoff, Client, Retries, ServiceError, base_url
+from serve_app.jobs.errors import RunError
 from serve_app.jobs.http import HTTPClient
 from tests.ports import free_port
 from tests.serve_app.cli.fake_service import FakeService, llm
@@ -74,6 +75,16 @@ def test_a_service_on_another_machine_is_asked_through_the_proxy(
     monkeypatch.setenv("HTTP_PROXY", service.url)
     with Client("http://service.invalid") as client:
         assert client.stats().models == {}
+
+
+def test_a_proxy_that_needs_a_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:1080")
+    said = r"http://service\.invalid: .* SOCKS .* socksio.*ALL_PROXY"
+    for make in (Client, AsyncClient):
+        with pytest.raises(ServiceError, match=f"^{said}"):
+            make("http://service.invalid")
+    with pytest.raises(RunError, match=f"^--url {said}"):
+        HTTPClient("http://service.invalid")
 
 
 def test_no_service() -> None:

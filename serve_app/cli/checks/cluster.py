@@ -9,7 +9,7 @@ import httpx
 
 from serve_app.cli.checks.finding import CheckInput, Finding, ok, problem, warning
 from serve_app.cli.dashboard import token_headers
-from serve_app.client import connection
+from serve_app.client import ServiceError, connection
 
 CONNECT_S = 5.0
 
@@ -53,7 +53,7 @@ def check_cluster(case: CheckInput, dashboard_port: int = DASHBOARD_PORT) -> Fin
 def _versions(case: CheckInput, address: str, dashboard: str) -> Finding:
     """Compare the Ray versions of the cluster and this machine."""
     here, there = case.machine.version("ray"), ""
-    with suppress(httpx.HTTPError, ValueError, KeyError, TypeError):
+    with suppress(httpx.HTTPError, ServiceError, ValueError, KeyError, TypeError):
         url = f"{dashboard}/api/version"
         answer = httpx.get(url, headers=token_headers(), timeout=CONNECT_S, **connection(url))
         there = str(answer.json()["ray_version"])
