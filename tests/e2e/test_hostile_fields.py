@@ -9,6 +9,9 @@ import pytest
 from serve_app.api.routes import GENERATE, GENERATION
 from tests.progress import run
 
+MEMORY = 1 << 30
+"""Bytes that a process of an engine may take for six hostile requests at once, and their neighbours."""
+
 
 @pytest.mark.parametrize("values", ["5", pytest.param("all", marks=pytest.mark.long)])
 def test_an_engine_and_its_neighbours_outlive_every_value_of_every_field(values: str) -> None:
@@ -19,6 +22,7 @@ def test_an_engine_and_its_neighbours_outlive_every_value_of_every_field(values:
     assert found["faults"] == []
     assert found["wrong"] == []
     assert found["left"] == 0
+    assert max(found["memory"]) < MEMORY, found["memory"]
     # The config names no caller that may move KV caches.
     for path in set(found["transfers"]) & set(GENERATION) - {"/v1/messages/count_tokens"}:
         answers = found["transfers"].pop(path)
