@@ -338,7 +338,7 @@ class Engine(Replica):
             shared()
             meters.count(PROMPT_TOKENS, counters.prompt, self._id)
             meters.count(OUTPUT_TOKENS, counters.output, self._id)
-            counters.flush()
+            counters.report()
             self._engine.check_goals()
             if (figures := self._engine.scheduler) is not None:
                 meters.record(STEP_BOUND, figures.bound_s or 0.0, self._id)

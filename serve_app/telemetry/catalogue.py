@@ -263,6 +263,87 @@ SWITCHING = Metric(
     ("model", "group"),
 )
 
+# vLLM's, by its own names.
+VLLM_RUNNING = Metric(
+    "vllm_num_requests_running", "gauge", "vLLM: Sequences in vLLM's batch", ("model_name",)
+)
+VLLM_WAITING = Metric(
+    "vllm_num_requests_waiting", "gauge", "vLLM: Sequences that wait in vLLM", ("model_name",)
+)
+VLLM_CACHE_USED = Metric(
+    "vllm_kv_cache_usage_perc", "gauge", "vLLM: Share of the KV cache in use, 0 to 1", ("model_name",)
+)
+VLLM_OUTPUT_TOKENS = Metric(
+    "vllm_generation_tokens_total",
+    "counter",
+    "vLLM: Tokens produced, as they are produced",
+    ("model_name",),
+)
+VLLM_PROMPT_TOKENS = Metric("vllm_prompt_tokens_total", "counter", "vLLM: Tokens of prompts", ("model_name",))
+VLLM_PREEMPTIONS = Metric(
+    "vllm_num_preemptions_total",
+    "counter",
+    "vLLM: Sequences that were preempted and computed again",
+    ("model_name",),
+)
+VLLM_CACHE_QUERIES = Metric(
+    "vllm_prefix_cache_queries_total",
+    "counter",
+    "vLLM: Tokens that were looked up in the prefix cache",
+    ("model_name",),
+)
+VLLM_CACHE_HITS = Metric(
+    "vllm_prefix_cache_hits_total",
+    "counter",
+    "vLLM: Tokens that were found in the prefix cache",
+    ("model_name",),
+)
+VLLM_EXTERNAL_QUERIES = Metric(
+    "vllm_external_prefix_cache_queries_total",
+    "counter",
+    "vLLM: Tokens that were looked up by a KV connector",
+    ("model_name",),
+)
+VLLM_EXTERNAL_HITS = Metric(
+    "vllm_external_prefix_cache_hits_total",
+    "counter",
+    "vLLM: Tokens that a KV connector found",
+    ("model_name",),
+)
+VLLM_DRAFTS = Metric(
+    "vllm_spec_decode_num_drafts_total", "counter", "vLLM: Drafts of speculative decoding", ("model_name",)
+)
+VLLM_DRAFT_TOKENS = Metric(
+    "vllm_spec_decode_num_draft_tokens_total", "counter", "vLLM: Tokens of drafts", ("model_name",)
+)
+VLLM_ACCEPTED_TOKENS = Metric(
+    "vllm_spec_decode_num_accepted_tokens_total",
+    "counter",
+    "vLLM: Tokens of drafts that were accepted",
+    ("model_name",),
+)
+VLLM_FIRST_TOKEN = Metric(
+    "vllm_time_to_first_token_seconds",
+    "histogram",
+    "vLLM: Seconds from arrival in vLLM to the first token",
+    ("model_name",),
+    SECONDS,
+)
+VLLM_PER_TOKEN = Metric(
+    "vllm_request_time_per_output_token_seconds",
+    "histogram",
+    "vLLM: Mean seconds per token of a request",
+    ("model_name",),
+    TOKEN_SECONDS,
+)
+VLLM_SECONDS = Metric(
+    "vllm_e2e_request_latency_seconds",
+    "histogram",
+    "vLLM: Seconds from arrival in vLLM to the last token",
+    ("model_name",),
+    SECONDS,
+)
+
 INGRESS = (FAULTS, REQUESTS, IN_PROGRESS, REQUEST_SECONDS, FIRST_TOKEN, PER_TOKEN, PATH_SECONDS)
 USAGE = (USAGE_CALLS, USAGE_TOKENS, USAGE_ROWS, USAGE_DROPPED, USAGE_BEHIND)
 BATCHER = (
@@ -309,27 +390,26 @@ BATCHES = (
 )
 QUOTAS = (QUOTA_USED,)
 TURNS = (AWAKE, TURNS_BEGUN, SWITCHING)
-
-ENGINE = (
-    ("vllm_num_requests_running", "gauge", "Sequences in vLLM's batch"),
-    ("vllm_num_requests_waiting", "gauge", "Sequences that wait in vLLM"),
-    ("vllm_kv_cache_usage_perc", "gauge", "Share of the KV cache in use, 0 to 1"),
-    ("vllm_generation_tokens_total", "counter", "Tokens produced, as they are produced"),
-    ("vllm_prompt_tokens_total", "counter", "Tokens of prompts"),
-    ("vllm_num_preemptions_total", "counter", "Sequences that were preempted and computed again"),
-    ("vllm_prefix_cache_queries_total", "counter", "Tokens that were looked up in the prefix cache"),
-    ("vllm_prefix_cache_hits_total", "counter", "Tokens that were found in the prefix cache"),
-    (
-        "vllm_time_to_first_token_seconds",
-        "histogram",
-        "Seconds from arrival in vLLM to the first token",
-    ),
-    ("vllm_request_time_per_output_token_seconds", "histogram", "Mean seconds per token of a request"),
-    ("vllm_e2e_request_latency_seconds", "histogram", "Seconds from arrival in vLLM to the last token"),
+VLLM = (
+    VLLM_RUNNING,
+    VLLM_WAITING,
+    VLLM_CACHE_USED,
+    VLLM_OUTPUT_TOKENS,
+    VLLM_PROMPT_TOKENS,
+    VLLM_PREEMPTIONS,
+    VLLM_CACHE_QUERIES,
+    VLLM_CACHE_HITS,
+    VLLM_EXTERNAL_QUERIES,
+    VLLM_EXTERNAL_HITS,
+    VLLM_DRAFTS,
+    VLLM_DRAFT_TOKENS,
+    VLLM_ACCEPTED_TOKENS,
+    VLLM_FIRST_TOKEN,
+    VLLM_PER_TOKEN,
+    VLLM_SECONDS,
 )
-"""vLLM's metrics that the dashboard and the alerts use."""
 
-ALL = tuple(dict.fromkeys((*INGRESS, *BATCHER, *LLM, *FUNCTION, *DRIVER, *BATCHES, *QUOTAS, *TURNS)))
+ALL = tuple(dict.fromkeys((*INGRESS, *BATCHER, *LLM, *FUNCTION, *DRIVER, *BATCHES, *QUOTAS, *TURNS, *VLLM)))
 
 
 def table() -> str:
@@ -338,6 +418,4 @@ def table() -> str:
     for metric in ALL:
         labels = ", ".join(f"`{label}`" for label in metric.labels) or "none"
         rows.append(f"| `{metric.exported}` | {metric.kind} | {labels} | {metric.help} |")
-    for name, kind, help in ENGINE:
-        rows.append(f"| `ray_{name}` | {kind} | `model_name`, `engine` | vLLM: {help} |")
     return "\n".join(rows)

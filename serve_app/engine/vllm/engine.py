@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.envs import enable_envs_cache
 from vllm.usage.usage_lib import UsageContext
+from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from serve_app.api.protocol import JSON
 from serve_app.engine.adapters import AdapterFiles
@@ -30,7 +31,7 @@ from serve_app.engine.vllm.options import batcher_of, limits_of, text_batcher_of
 from serve_app.engine.vllm.plugin import zero_blocks
 from serve_app.engine.vllm.refusal import hide_refusals
 from serve_app.engine.vllm.sleep import VLLMSleeper
-from serve_app.engine.vllm.stats import EngineStats, UnreportedStats, own_work, scheduler_figures
+from serve_app.engine.vllm.stats import EngineStats, own_work, scheduler_figures
 from serve_app.engine.vllm.warm_up import compile_nothing_on_a_cpu, warm_up
 from serve_app.engine.vllm.workarounds import (
     bound_tokenizing,
@@ -43,6 +44,8 @@ from serve_app.settings.models import GoalSettings, LLMSettings
 from serve_app.settings.turns import ShareSettings
 from serve_app.settings.user_config import BatcherUserConfig
 from serve_app.stats import SchedulerFigures
+from serve_app.telemetry.catalogue import VLLM
+from serve_app.telemetry.meters import Meters
 
 logger = logging.getLogger("ray.serve")
 
@@ -106,16 +109,17 @@ class VLLMEngine:
             zero_blocks()
         engine_args = AsyncEngineArgs.from_cli_args(self._args)
         compile_nothing_on_a_cpu(engine_args)
+        self.stats = EngineStats(settings.id, Meters(VLLM) if metrics else None)
         began = time.monotonic()
         self.llm: GatedLLM = GatedLLM.from_engine_args(
             engine_args,
             usage_context=UsageContext.OPENAI_API_SERVER,
-            # vLLM makes an object of it, and tells a class for all engines by its base.
-            stat_loggers=[EngineStats if metrics else UnreportedStats],
+            stat_loggers=[self.stats.join],
         )
         self.load_s = round(time.monotonic() - began, 3)
+        # vLLM adds a logger for an endpoint that nobody reads here.
         loggers = self.llm.logger_manager.stat_loggers
-        self.stats: EngineStats = next(each for each in loggers if isinstance(each, EngineStats))
+        loggers[:] = [each for each in loggers if type(each) is not PrometheusStatLogger]
         self.adapters = self.llm.adapters = Adapters(
             settings,
             self.llm,

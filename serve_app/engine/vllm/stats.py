@@ -1,103 +1,40 @@
-"""The statistics of vLLM: the tokens of each slot, the times of its steps, and its metrics on Ray's endpoint.
+"""The statistics of vLLM: the tokens of each slot, the figures of its scheduler, and its metrics.
 
 vLLM has its statistics on wherever it has a logger of them, and `EngineStats` is the one logger of an engine.
 The imports are those of vLLM 0.32.
 """
 
 import asyncio
-import dataclasses
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from copy import copy
 from typing import Any, Self
 
 from vllm.config import VllmConfig
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.metrics.ray_wrappers import RayGaugeWrapper, RayPrometheusStatLogger
-from vllm.v1.metrics.stats import IterationStats, PrefixCacheStats, PromptTokenStats, SchedulerStats
+from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.metrics.ray_wrappers import RayKVConnectorProm
+from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from batcher import Slot
 from serve_app.api.scheduling import Scheduling
 from serve_app.engine.vllm.scheduler import take_figures
 from serve_app.ledger.calls import CallBook
 from serve_app.stats import SchedulerFigures, StepSeconds
+from serve_app.telemetry import catalogue
 from serve_app.telemetry.catalogue import Metric
-from serve_app.telemetry.histogram import Histogram, Instrument
+from serve_app.telemetry.meters import Meters
 from serve_app.wire.request import RelayRequest
 from serve_app.wire.usage import Outcome, RequestUsage, Tokens, Usage
 
 logger = logging.getLogger("ray.serve")
 
-PER_REQUEST = (
-    "finished_requests",
-    "max_num_generation_tokens_iter",
-    "n_params_iter",
-    "time_to_first_tokens_iter",
-)
-"""Lists in the statistics of a step."""
-
-COUNTS = ("num_generation_tokens", "num_preempted_reqs", "num_corrupted_reqs")
-"""Counts in the statistics of a step."""
-
-OF_ONE_STEP = (
-    "connector_prefix_cache_stats",
-    "spec_decoding_stats",
-    "kv_connector_stats",
-    "ec_connector_stats",
-    "perf_stats",
-)
-"""Statistics of the scheduler that can't be added up over steps."""
-
-HISTOGRAMS = (
-    "histogram_time_to_first_token",
-    "histogram_request_time_per_output_token",
-    "histogram_e2e_time_request",
-)
-"""The histograms of vLLM that are kept, by their attributes: those that the dashboard shows."""
-
 FULL = 0.9
 """Share of the KV cache in use from which on a request is preempted for want of blocks."""
-
-MAX_PENDING = 10_000
-"""Finished requests that are kept between two reports at most."""
-
-TOKEN_COUNTS = tuple(field.name for field in dataclasses.fields(PromptTokenStats))
-
-
-def _gauge(metric: Metric) -> Instrument:
-    gauge = RayGaugeWrapper(metric.name, metric.help, list(metric.labels))
-    return lambda value, labels: gauge.labels(**labels).set(value)
-
-
-class _Histogram:
-    """A histogram with the interface that vLLM expects."""
-
-    def __init__(self, name: str, documentation: str, labelnames: list[str], buckets: list[float]) -> None:
-        metric = Metric(name, "histogram", documentation, tuple(labelnames), tuple(map(float, buckets)))
-        self._labelnames = labelnames
-        self._labels: dict[str, str] = {}
-        self._histogram = Histogram(metric, _gauge)
-        self.report = self._histogram.report
-
-    def labels(self, *values: Any) -> "_Histogram":
-        series = copy(self)
-        series._labels = dict(zip(self._labelnames, map(str, values), strict=True))
-        return series
-
-    def observe(self, value: float) -> None:
-        self._histogram(value, self._labels)
-
-
-class _Ignored:
-    """A histogram that drops its values."""
-
-    def observe(self, value: float) -> None:
-        pass
-
 
 OWN = RelayRequest("", "", b"", [], b"", Scheduling(tenant=""), source="warm_up")
 """The request of work that no client has asked for."""
@@ -265,51 +202,52 @@ def scheduler_figures(figures: Mapping[str, int]) -> SchedulerFigures:
     )
 
 
-class EngineStats(RayPrometheusStatLogger):  # type: ignore[misc]
-    """The statistics of an engine: counts, the times of its steps, and vLLM's metrics through Ray.
+class EngineStats(StatLoggerBase):  # type: ignore[misc]
+    """The statistics of an engine: counts, the times of its requests, and the metrics of vLLM.
 
     vLLM reports some twenty values per step and one per token, and each takes Ray 3 µs. Here a step is only
-    added to those before it, and `flush` reports them together. Most of vLLM's histograms, 16 values per
-    request, are left out.
+    added to the counts, and `report` exports them.
 
     An error that left `record` would end vLLM's client for good; it ends a part of the statistics instead.
 
     Args:
-        vllm_config: vLLM's configuration.
-        engine_indexes: vLLM's numbers of the engines.
+        model: Id of the model, for labels.
+        meters: Instruments of `catalogue.VLLM`; None: the metrics stay off Ray's endpoint.
 
     Attributes:
-        reported: Whether vLLM's metrics go to Ray's endpoint.
         steps: Messages of the engine so far: there is one every few steps at least, see `HeldTokens`.
-        prompt: Prompt tokens that vLLM has counted since the start.
-        output: Tokens that were sampled since the start.
         preempted: Called with the requests that were preempted while the KV cache was full.
         scheduler: The last figures of `LiveFirst`, by name; empty: the scheduler is vLLM's own.
     """
 
-    _histogram_cls = _Histogram
-    reported = True
-
-    def __init__(
-        self,
-        vllm_config: VllmConfig,
-        engine_indexes: list[int] | None = None,
-    ) -> None:
+    def __init__(self, model: str, meters: Meters | None = None) -> None:
         self.steps = 0
-        self.prompt = 0
-        self.output = 0
         self.preempted: Callable[[int], None] = lambda requests: None
         self.scheduler: dict[str, int] = {}
+        self._model = model
+        self._meters = meters
+        self._connector: Any = None
+        self._gauges: dict[Metric, float] = {}
+        self._counts: Counter[Metric] = Counter()
         self._failed: set[str] = set()
-        if not self.reported:
-            return
-        super().__init__(vllm_config, engine_indexes)
-        for name in [name for name in vars(self) if name.startswith("histogram_")]:
-            if name not in HISTOGRAMS:
-                setattr(self, name, dict.fromkeys(engine_indexes or [0], _Ignored()))
-        self._schedulers = {index: SchedulerStats() for index in engine_indexes or [0]}
-        self._caches = {index: PrefixCacheStats() for index in self._schedulers}
-        self._iterations: dict[int, IterationStats] = {}
+
+    def join(self, vllm_config: VllmConfig, engine_index: int) -> Self:
+        """Take part in an engine that starts: vLLM calls this as the factory of its logger."""
+        if self._meters is not None:
+            # The metrics of connectors differ, and each has its own class for them.
+            labels = {engine_index: [self._model, str(engine_index)]}
+            self._connector = RayKVConnectorProm(vllm_config, ["model_name", "engine"], labels)
+        return self
+
+    @property
+    def prompt(self) -> int:
+        """Prompt tokens that vLLM has counted since the start."""
+        return self._counts[catalogue.VLLM_PROMPT_TOKENS]
+
+    @property
+    def output(self) -> int:
+        """Tokens that were sampled since the start."""
+        return self._counts[catalogue.VLLM_OUTPUT_TOKENS]
 
     def record(
         self,
@@ -320,17 +258,23 @@ class EngineStats(RayPrometheusStatLogger):  # type: ignore[misc]
     ) -> None:
         """Add a message of an engine: the statistics of a step, or of several."""
         self.steps += 1
-        if scheduler_stats is not None:
-            self._guard("figures", self._take_figures, scheduler_stats)
         if iteration_stats is not None:
             self._guard("counts", self._count, scheduler_stats, iteration_stats)
-        if self.reported:
-            self._guard("metrics", self._add, engine_idx, scheduler_stats, iteration_stats)
+        if scheduler_stats is not None:
+            self._guard("figures", self._take, scheduler_stats, engine_idx)
 
-    def flush(self) -> None:
-        """Report vLLM's metrics of the steps since the last call, and the current state."""
-        if self.reported:
-            self._guard("metrics", self._report)
+    def report(self) -> None:
+        """Export the metrics."""
+        if self._meters is None:
+            return
+        for gauge, value in self._gauges.items():
+            self._meters.record(gauge, value, self._model)
+        for counter, total in self._counts.items():
+            self._meters.count(counter, total, self._model)
+        self._meters.report()
+
+    def log_engine_initialized(self) -> None:
+        """Do nothing: vLLM calls it."""
 
     def _guard(self, part: str, work: Callable[..., None], *args: Any) -> None:
         if part in self._failed:
@@ -341,74 +285,40 @@ class EngineStats(RayPrometheusStatLogger):  # type: ignore[misc]
             self._failed.add(part)
             logger.exception("vLLM's statistics fail: their %s are left out from now on", part)
 
-    def _take_figures(self, scheduler: SchedulerStats) -> None:
-        self.scheduler = take_figures(scheduler) or self.scheduler
+    def _take(self, stats: SchedulerStats, index: int) -> None:
+        """Take the state of the scheduler, and the counts of its caches and drafts."""
+        self.scheduler = take_figures(stats) or self.scheduler
+        self._gauges = {
+            catalogue.VLLM_RUNNING: stats.num_running_reqs,
+            catalogue.VLLM_WAITING: stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
+            catalogue.VLLM_CACHE_USED: stats.kv_cache_usage,
+        }
+        counts = self._counts
+        counts[catalogue.VLLM_CACHE_QUERIES] += stats.prefix_cache_stats.queries
+        counts[catalogue.VLLM_CACHE_HITS] += stats.prefix_cache_stats.hits
+        if (external := stats.connector_prefix_cache_stats) is not None:
+            counts[catalogue.VLLM_EXTERNAL_QUERIES] += external.queries
+            counts[catalogue.VLLM_EXTERNAL_HITS] += external.hits
+        if (drafts := stats.spec_decoding_stats) is not None:
+            counts[catalogue.VLLM_DRAFTS] += drafts.num_drafts
+            counts[catalogue.VLLM_DRAFT_TOKENS] += drafts.num_draft_tokens
+            counts[catalogue.VLLM_ACCEPTED_TOKENS] += drafts.num_accepted_tokens
+        if stats.kv_connector_stats is not None and self._connector is not None:
+            self._connector.observe(stats.kv_connector_stats, index)
 
     def _count(self, scheduler: SchedulerStats | None, step: IterationStats) -> None:
-        self.prompt += step.num_prompt_tokens
-        self.output += step.num_generation_tokens
+        """Count the tokens of a step, and note the times of its requests."""
+        counts = self._counts
+        counts[catalogue.VLLM_PROMPT_TOKENS] += step.num_prompt_tokens
+        counts[catalogue.VLLM_OUTPUT_TOKENS] += step.num_generation_tokens
+        counts[catalogue.VLLM_PREEMPTIONS] += step.num_preempted_reqs
         if step.num_preempted_reqs and scheduler is not None and scheduler.kv_cache_usage >= FULL:
             # With a cache that isn't full, a live request took the place of a row.
             self.preempted(step.num_preempted_reqs)
-
-    def _add(self, index: int, scheduler: SchedulerStats | None, iteration: IterationStats | None) -> None:
-        if iteration is not None:
-            self._add_iteration(index, iteration)
-        if scheduler is not None:
-            self._add_scheduler(index, scheduler)
-
-    def _report(self) -> None:
-        for index, scheduler in self._schedulers.items():
-            cache, self._caches[index] = self._caches[index], PrefixCacheStats()
-            step = dataclasses.replace(scheduler, prefix_cache_stats=cache)
-            super().record(step, self._iterations.pop(index, None), None, index)
-            # Counts are reported once.
-            once = dict.fromkeys(OF_ONE_STEP) | {"kv_cache_eviction_events": []}
-            self._schedulers[index] = dataclasses.replace(scheduler, **once)
-        for name in HISTOGRAMS:
-            # The histogram of one engine has the series of all.
-            next(iter(getattr(self, name).values())).report()
-
-    def _add_scheduler(self, index: int, step: SchedulerStats) -> None:
-        # vLLM's own loggers read the step too: it isn't changed.
-        self._schedulers[index] = step
-        cache = self._caches[index]
-        cache.queries += step.prefix_cache_stats.queries
-        cache.hits += step.prefix_cache_stats.hits
-        if step.kv_cache_eviction_events or any(getattr(step, name) for name in OF_ONE_STEP):
-            self._report()
-
-    def _add_iteration(self, index: int, step: IterationStats) -> None:
-        total = self._iterations.get(index)
-        if total is None:
-            total = self._iterations[index] = IterationStats()
-        for name in PER_REQUEST:
-            if items := getattr(step, name):
-                getattr(total, name).extend(items)
-        for name in COUNTS:
-            setattr(total, name, getattr(total, name) + getattr(step, name))
-        tokens = step.prompt_token_stats
-        if tokens.total:
-            sums = total.prompt_token_stats
-            for name in TOKEN_COUNTS:
-                setattr(sums, name, getattr(sums, name) + getattr(tokens, name))
-        if len(total.finished_requests) >= MAX_PENDING:
-            self._report()
-
-
-class UnreportedStats(EngineStats):
-    """The statistics of an engine whose metrics stay off Ray's endpoint.
-
-    It derives from vLLM's logger for Prometheus all the same: without one, vLLM adds its own.
-    """
-
-    reported = False
-
-    def record_admission_rejection(self, reason: str) -> None:
-        """Do nothing: vLLM calls it."""
-
-    def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
-        """Do nothing: vLLM calls it."""
-
-    def log_engine_initialized(self) -> None:
-        """Do nothing: vLLM calls it."""
+        if self._meters is None:
+            return
+        for first_s in step.time_to_first_tokens_iter:
+            self._meters.record(catalogue.VLLM_FIRST_TOKEN, first_s, self._model)
+        for request in step.finished_requests:
+            self._meters.record(catalogue.VLLM_PER_TOKEN, request.mean_time_per_output_token, self._model)
+            self._meters.record(catalogue.VLLM_SECONDS, request.e2e_latency, self._model)

@@ -18,7 +18,7 @@ from vllm.v1.metrics.stats import IterationStats, PrefillStats
 from batcher import ContinuousBatcher
 from serve_app.engine.job import Job, set_current
 from serve_app.engine.vllm.client import GatedLLM
-from serve_app.engine.vllm.stats import UnreportedStats, slot_usage
+from serve_app.engine.vllm.stats import EngineStats, slot_usage
 from serve_app.wire.usage import Tokens
 from tests.progress import STILL_S
 from tests.serve_app.engine.engine_doubles import BLOCK, CONTEXT, PlayedGrammars, Site, new_job
@@ -229,7 +229,7 @@ class SteppedEngine:
     def __init__(self) -> None:
         self.prompts: list[Any] = []
         self.processor = OutputProcessor(None, log_stats=True)
-        self.stats = UnreportedStats(None)
+        self.stats = EngineStats("demo")
         self.prompt = self.cached = 0
         self._begun: set[str] = set()
         self._numbers = itertools.count()

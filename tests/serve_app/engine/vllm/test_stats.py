@@ -13,18 +13,19 @@ from vllm import SamplingParams
 from vllm.inputs.engine import tokens_input
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind
-from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType
+from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-from vllm.v1.metrics.loggers import StatLoggerManager
-from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
-from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+from vllm.v1.metrics.loggers import PerEngineStatLoggerAdapter
+from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats, PrefixCacheStats, SchedulerStats
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from serve_app.engine.job import Job
-from serve_app.engine.vllm import stats as vllm_stats
-from serve_app.engine.vllm.stats import EngineStats, UnreportedStats, VLLMSequences, own_work, slot_usage
+from serve_app.engine.vllm.stats import EngineStats, VLLMSequences, own_work, slot_usage
 from serve_app.ledger.calls import Call, CallBook
 from serve_app.ledger.rows import LedgerRow
+from serve_app.telemetry import catalogue
+from serve_app.telemetry.meters import Meters
 from serve_app.wire.usage import RequestUsage
 from tests.batcher.virtual import VirtualLoop, blocked, virtual
 from tests.progress import STILL_S
@@ -437,175 +438,120 @@ async def test_a_client_does_not_state_how_much_of_its_prompt_was_in_the_cache(b
         assert [(row.prompt_tokens, row.cached_tokens) for row in rows(book)] == [(10, 4)]
 
 
-def test_each_message_of_the_engine_is_progress_also_without_statistics() -> None:
-    stats = UnreportedStats(None)
-    stats.record(SchedulerStats(num_running_reqs=1), None)
-    stats.record(None, None)
-    assert (stats.steps, stats.prompt, stats.output) == (2, 0, 0)
-
-
-def test_vllm_adds_no_logger_for_prometheus_of_its_own() -> None:
-    config: Any = None
-    manager = StatLoggerManager(config, custom_stat_loggers=[UnreportedStats], enable_default_loggers=False)
-    manager.log_engine_initialized()
-    manager.record_sleep_state(1, 1)
-    assert [type(each) for each in manager.stat_loggers] == [UnreportedStats]
-
-
-def test_an_error_ends_a_part_of_the_statistics_and_not_the_engine(
-    reported: list[tuple[Any, Any, int]], caplog: pytest.LogCaptureFixture
-) -> None:
-    stats = EngineStats(None, [0])
-    broken: Any = object()
-    with caplog.at_level(logging.ERROR, "ray.serve"):
-        for _ in range(2):
-            stats.record(broken, None)
-        stats.flush()
-    assert reported == []
-    assert [(record.message, bool(record.exc_info)) for record in caplog.records] == [
-        ("vLLM's statistics fail: their figures are left out from now on", True),
-        ("vLLM's statistics fail: their metrics are left out from now on", True),
-    ]
-    # The watchdog and the counters go on.
-    stats.record(*step(1, 2))
-    assert (stats.steps, stats.output) == (3, 2)
+@pytest.fixture
+def instruments() -> Instruments:
+    return Instruments()
 
 
 @pytest.fixture
-def reported(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any, int]]:
-    """Values that would have gone to Ray."""
-    told: list[tuple[Any, Any, int]] = []
-
-    def record(
-        self: object, scheduler: Any, iteration: Any, mm_cache: object = None, engine: int = 0
-    ) -> None:
-        told.append((scheduler, iteration, engine))
-
-    monkeypatch.setattr(RayPrometheusStatLogger, "__init__", init)
-    monkeypatch.setattr(RayPrometheusStatLogger, "record", record)
-    return told
+def measured(instruments: Instruments) -> EngineStats:
+    """Statistics whose metrics go to `instruments`."""
+    return EngineStats("m", Meters(catalogue.VLLM, instruments.make))
 
 
-def init(self: Any, config: object, indexes: list[int]) -> None:
-    """Make what vLLM makes of its histograms, among them one that isn't kept."""
-    for name in (*vllm_stats.HISTOGRAMS, "histogram_queue_time_request"):
-        histogram = self._histogram_cls(f"vllm:{name}", "", ["model_name", "engine"], [1, 2.5])
-        setattr(self, name, {index: histogram.labels("m", str(index)) for index in indexes})
-
-
-def step(running: int, tokens: int) -> tuple[SchedulerStats, IterationStats]:
+def message(running: int, tokens: int) -> tuple[SchedulerStats, IterationStats]:
     """Return what vLLM reports of a step."""
-    scheduler = SchedulerStats(num_running_reqs=running)
-    scheduler.prefix_cache_stats.queries = 10
-    scheduler.prefix_cache_stats.hits = 4
+    scheduler = SchedulerStats(num_running_reqs=running, num_waiting_reqs=1, num_skipped_waiting_reqs=2)
+    scheduler.prefix_cache_stats.queries, scheduler.prefix_cache_stats.hits = 10, 4
     iteration = IterationStats()
     iteration.num_generation_tokens = tokens
     iteration.prompt_token_stats.total = iteration.prompt_token_stats.computed = 7
     iteration.time_to_first_tokens_iter = [0.5]
-    iteration.inter_token_latencies_iter = [0.1] * tokens
+    iteration.finished_requests = [
+        FinishedRequestStats(FinishReason.STOP, e2e_latency=2.0, mean_time_per_output_token=0.1)
+    ]
     return scheduler, iteration
 
 
-def test_steps_are_added_up_and_reported_together(reported: list[tuple[Any, Any, int]]) -> None:
-    metrics = EngineStats(None, [0])
-    steps = [step(3, 2), step(4, 3)]
-    for scheduler, iteration in steps:
-        metrics.record(scheduler, iteration)
-    metrics.record(SchedulerStats(num_running_reqs=1), None)
-    assert reported == []
-    metrics.flush()
-    ((scheduler, total, engine),) = reported
-    assert (scheduler.num_running_reqs, engine) == (1, 0)
-    assert (scheduler.prefix_cache_stats.queries, scheduler.prefix_cache_stats.hits) == (20, 8)
-    assert total.num_generation_tokens == 5
-    assert total.num_prompt_tokens == 14
-    assert total.time_to_first_tokens_iter == [0.5, 0.5]
-    assert total.inter_token_latencies_iter == []
-    # Other loggers get the same objects.
-    assert steps[0][1].time_to_first_tokens_iter == [0.5]
-    assert steps[0][0].prefix_cache_stats.queries == 10
+def test_each_message_of_the_engine_is_progress_also_without_statistics() -> None:
+    stats = EngineStats("m")
+    stats.record(SchedulerStats(num_running_reqs=1), None)
+    stats.record(None, None)
+    stats.report()
+    assert (stats.steps, stats.prompt, stats.output) == (2, 0, 0)
 
 
-def test_gauges_are_reported_again_and_counts_once(
-    reported: list[tuple[Any, Any, int]],
+def test_vllm_calls_one_logger_for_its_statistics() -> None:
+    stats = EngineStats("m")
+    config: Any = None
+    adapter = PerEngineStatLoggerAdapter(config, [0], stats.join)
+    adapter.log_engine_initialized()
+    adapter.record_sleep_state(1, 1)
+    adapter.record_admission_rejection("max_num_queued_reqs")
+    adapter.record(*message(1, 2))
+    assert (stats.steps, stats.prompt, stats.output) == (1, 7, 2)
+
+
+def test_an_error_ends_a_part_of_the_statistics_and_not_the_engine(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    metrics = EngineStats(None, [0])
-    metrics.record(*step(3, 2))
-    metrics.flush()
-    metrics.flush()
-    scheduler, iteration, _ = reported[1]
-    assert scheduler.num_running_reqs == 3
-    assert scheduler.prefix_cache_stats.queries == 0
-    assert iteration is None
+    stats = EngineStats("m")
+    broken: Any = object()
+    with caplog.at_level(logging.ERROR, "ray.serve"):
+        for _ in range(2):
+            stats.record(broken, None)
+        stats.report()
+    assert [(record.message, bool(record.exc_info)) for record in caplog.records] == [
+        ("vLLM's statistics fail: their figures are left out from now on", True),
+    ]
+    # The watchdog and the counters go on.
+    stats.record(*message(1, 2))
+    assert (stats.steps, stats.output) == (3, 2)
 
 
-def test_each_engine_has_series_of_its_own(reported: list[tuple[Any, Any, int]]) -> None:
-    metrics = EngineStats(None, [0, 1])
-    metrics.record(*step(3, 2), engine_idx=1)
-    metrics.flush()
-    assert [(scheduler.num_running_reqs, engine) for scheduler, _, engine in reported] == [(0, 0), (3, 1)]
-
-
-def test_statistics_that_can_not_be_added_up_are_reported_at_once(
-    reported: list[tuple[Any, Any, int]],
-) -> None:
-    metrics = EngineStats(None, [0])
-    scheduler, iteration = step(3, 2)
-    scheduler.kv_connector_stats = {"some": "thing"}
-    metrics.record(scheduler, iteration)
-    metrics.flush()
-    assert [told.kv_connector_stats for told, _, _ in reported] == [{"some": "thing"}, None]
-
-
-def test_values_that_are_never_flushed_are_bounded(
-    reported: list[tuple[Any, Any, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(vllm_stats, "MAX_PENDING", 3)
-    metrics = EngineStats(None, [0])
-    for _ in range(7):
-        scheduler, iteration = step(1, 1)
-        iteration.finished_requests = [object()]
-        metrics.record(scheduler, iteration)
-    assert [len(total.finished_requests) for _, total, _ in reported] == [3, 3]
-
-
-def test_only_the_histograms_of_the_dashboard_are_kept(
-    reported: list[tuple[Any, Any, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    instruments = Instruments()
-    monkeypatch.setattr(vllm_stats, "_gauge", instruments.make)
-    metrics = EngineStats(None, [0, 1])
-    first_token = metrics.histogram_time_to_first_token
-    observed: list[list[float]] = [[0.5, 2, 2.5, 9], [3]]
-    for index, values in enumerate(observed):
-        for value in values:
-            first_token[index].observe(value)
-            metrics.histogram_queue_time_request[index].observe(value)
-    metrics.flush()
-    name = "vllm:histogram_time_to_first_token"
-    assert {(series, *labels): values for (series, labels), values in instruments.values.items()} == {
-        (f"{name}_bucket", "m", "0", "1.0"): [1],
-        (f"{name}_bucket", "m", "0", "2.5"): [3],
-        (f"{name}_bucket", "m", "0", "+Inf"): [4],
-        (f"{name}_sum", "m", "0"): [14],
-        (f"{name}_count", "m", "0"): [4],
-        (f"{name}_bucket", "m", "1", "1.0"): [0],
-        (f"{name}_bucket", "m", "1", "2.5"): [0],
-        (f"{name}_bucket", "m", "1", "+Inf"): [1],
-        (f"{name}_sum", "m", "1"): [3],
-        (f"{name}_count", "m", "1"): [1],
+def test_steps_are_counted_and_reported_together(instruments: Instruments, measured: EngineStats) -> None:
+    for running, tokens in ((3, 2), (4, 3)):
+        measured.record(*message(running, tokens))
+    measured.record(SchedulerStats(num_running_reqs=1, kv_cache_usage=0.5), None)
+    assert instruments.values == {}
+    # A gauge that isn't set again would vanish, and a counter would count twice.
+    measured.report()
+    measured.report()
+    assert instruments.of(catalogue.VLLM_RUNNING, "m") == [1, 1]
+    assert instruments.of(catalogue.VLLM_WAITING, "m") == [0, 0]
+    assert instruments.of(catalogue.VLLM_CACHE_USED, "m") == [0.5, 0.5]
+    totals = {
+        catalogue.VLLM_PROMPT_TOKENS: 14,
+        catalogue.VLLM_OUTPUT_TOKENS: 5,
+        catalogue.VLLM_CACHE_QUERIES: 20,
+        catalogue.VLLM_CACHE_HITS: 8,
     }
+    assert {metric: instruments.total(metric, "m") for metric in totals} == totals
+    for metric, total_s in (
+        (catalogue.VLLM_FIRST_TOKEN, 1.0),
+        (catalogue.VLLM_PER_TOKEN, 0.2),
+        (catalogue.VLLM_SECONDS, 4.0),
+    ):
+        assert instruments.values[f"{metric.name}_count", ("m",)] == [2, 2]
+        assert instruments.values[f"{metric.name}_sum", ("m",)] == [total_s, total_s]
+
+
+def test_drafts_and_hits_of_connectors_are_counted(instruments: Instruments, measured: EngineStats) -> None:
+    drafts = SpecDecodingStats.new(4)
+    drafts.observe_draft(4, 3)
+    drafts.observe_draft(2, 0)
+    found = PrefixCacheStats(queries=100, hits=60)
+    scheduler = SchedulerStats(spec_decoding_stats=drafts, connector_prefix_cache_stats=found)
+    for _ in range(2):
+        measured.record(scheduler, None)
+    measured.report()
+    totals = {
+        catalogue.VLLM_DRAFTS: 4,
+        catalogue.VLLM_DRAFT_TOKENS: 12,
+        catalogue.VLLM_ACCEPTED_TOKENS: 6,
+        catalogue.VLLM_EXTERNAL_QUERIES: 200,
+        catalogue.VLLM_EXTERNAL_HITS: 120,
+    }
+    assert {metric: instruments.total(metric, "m") for metric in totals} == totals
 
 
 @pytest.mark.parametrize(("usage", "expected"), [(0.5, []), (0.97, [3])], ids=["for a place", "for blocks"])
-def test_preemptions_with_a_full_cache_are_told(
-    reported: list[tuple[Any, Any, int]], usage: float, expected: list[int]
-) -> None:
+def test_preemptions_with_a_full_cache_are_told(usage: float, expected: list[int]) -> None:
     told: list[int] = []
-    stats = EngineStats(None, [0])
+    stats = EngineStats("m")
     stats.preempted = told.append
-    scheduler, iteration = step(3, 2)
+    scheduler, iteration = message(3, 2)
     scheduler.kv_cache_usage, iteration.num_preempted_reqs = usage, 3
     stats.record(scheduler, iteration)
-    stats.record(*step(3, 2))
+    stats.record(*message(3, 2))
     assert told == expected
