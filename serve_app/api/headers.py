@@ -6,6 +6,9 @@ Headers = list[tuple[bytes, bytes]]
 KEEP_ALIVE = "x-keep-alive"
 """Header of a call whose answer may begin with spaces, sent while the call waits or runs."""
 
+TRACE_CONTEXT = (b"traceparent", b"tracestate")
+"""The headers of W3C's trace context."""
+
 MAX_ID = 128
 """Longest request id, in bytes; longer ids are cut off."""
 
@@ -26,3 +29,8 @@ def request_id(headers: Headers) -> str:
         if name == b"x-request-id":
             return value[:MAX_ID].decode("latin-1")
     return ""
+
+
+def trace_context(headers: Headers) -> dict[str, str]:
+    """Return the trace context of a request, by the names of its headers."""
+    return {name.decode(): value.decode("latin-1") for name, value in headers if name in TRACE_CONTEXT}

@@ -108,7 +108,7 @@ class Engine(Replica):
                 settings,
                 max_prompts=max_prompts,
                 book=self._accounts.book,
-                metrics=telemetry.metrics and telemetry.engine_metrics,
+                telemetry=telemetry,
                 salts=salts,
             )
             self._app, self._routes = await self._engine.start()

@@ -201,7 +201,6 @@ class Replica:
                 job.slot.release(failure or job.failure)
             call.admitted = job.admitted and job.failure is None
             call.close("lost" if self._died else "ok")
-            self._telemetry.answered(job.request, job.began, job.usage)
 
 
 def replica_tag() -> str:

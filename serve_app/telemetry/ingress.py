@@ -39,9 +39,9 @@ class IngressTelemetry:
             jobs.append(meters.report)
         if settings.traces is not None:
             # OpenTelemetry is imported only where spans are made.
-            from serve_app.telemetry.tracing import Tracing, pass_on
+            from serve_app.telemetry.tracing import Tracing, pass_on, provider
 
-            tracing = Tracing(settings.traces)
+            tracing = Tracing(provider(settings.traces))
             begin = tracing.begin
             reports.append(tracing.end)
             self._stop.append(tracing.stop)

@@ -18,14 +18,11 @@ import asyncio
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 from batcher import Slot
-
-MAX_SLOTS = 64
-"""Slots of one request whose usage is kept one by one; a request may have thousands."""
 
 _FIELDS = struct.Struct(">QQQffB")
 
@@ -89,7 +86,6 @@ class Usage:
         counted: Tokens that the engine has counted for the sequences that have ended.
         outcome: Its end.
         cost: Cost of the records of a function; 0 for a language model.
-        events: Names and times of what the engine did for it until its first token, on the same clock.
     """
 
     submitted_at: float
@@ -98,7 +94,6 @@ class Usage:
     counted: Tokens = NONE
     outcome: Outcome = "ok"
     cost: int = 0
-    events: Sequence[tuple[str, float]] = ()
     _request: "RequestUsage | None" = None
     _running: tuple[Sequences, ...] = ()
 
@@ -155,8 +150,7 @@ class RequestUsage:
         wait_s: Seconds in the batcher's queue; of several slots, the longest wait.
         engine_s: Seconds from the submission of the first slot to the last end of one.
         outcome: The worst outcome.
-        slots: The first `MAX_SLOTS` slots that have ended. They don't cross the relay, nor does all below.
-        cost: Cost of the records of a function.
+        cost: Cost of the records of a function. It doesn't cross the relay, nor does all below.
         ran: The engine got a sequence, or a function a record.
         now: The clock of the slots, in seconds.
     """
@@ -165,7 +159,6 @@ class RequestUsage:
     wait_s: float = 0.0
     engine_s: float = 0.0
     outcome: Outcome = "ok"
-    slots: list[Usage] = field(default_factory=list)
     cost: int = 0
     ran: bool = False
     now: Callable[[], float] = field(default=time.monotonic, repr=False, compare=False)
@@ -246,8 +239,6 @@ class RequestUsage:
         self.outcome = worst(self.outcome, usage.outcome)
         self._ended_at = max(self._ended_at, usage.ended_at)
         self.engine_s = self._ended_at - self._submitted_at
-        if len(self.slots) < MAX_SLOTS:
-            self.slots.append(usage)
 
     def _end_if_idle(self) -> None:
         if self._closed and not self._running and self._then is not None:

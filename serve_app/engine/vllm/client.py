@@ -20,6 +20,7 @@ from vllm.v1.structured_output.request import get_structured_output_key
 
 from batcher import Slot
 from serve_app.api.errors import RequestError
+from serve_app.api.headers import trace_context
 from serve_app.engine.door import Door
 from serve_app.engine.grammars import Grammars, field_of
 from serve_app.engine.job import Job, current
@@ -72,6 +73,7 @@ class GatedLLM(CountedLLM):
         transfer_keys: Names of the API keys whose requests may move KV caches between engines.
         grammars: Compiles grammars before the engine does.
         salts: Each tenant has a part of the prefix cache of its own.
+        traced: vLLM makes spans; see `trace_requests`.
     """
 
     adapters: "Adapters"
@@ -81,6 +83,7 @@ class GatedLLM(CountedLLM):
     goals: GoalSettings | None = None
     transfer_keys: tuple[str, ...] = ()
     salts: bool = False
+    traced: bool = False
 
     def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
@@ -278,6 +281,8 @@ class GatedLLM(CountedLLM):
                     await job.cover(prompt_length(prompt, self.model_config.max_model_len))
                 except RequestError as error:
                     raise refused(error) from None
+            if self.traced:
+                options["trace_headers"] = trace_context(job.request.headers)
             if self.salts:
                 prompt = salted(prompt, job.scheduling.tenant)
         return await super().add_request(request_id, prompt, params, *args, **options)

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 from functools import cache, partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from starlette.types import ASGIApp
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -41,11 +41,15 @@ from serve_app.engine.vllm.workarounds import (
 )
 from serve_app.ledger.calls import CallBook
 from serve_app.settings.models import GoalSettings, LLMSettings
+from serve_app.settings.telemetry import SILENT, TelemetrySettings
 from serve_app.settings.turns import ShareSettings
 from serve_app.settings.user_config import BatcherUserConfig
 from serve_app.stats import SchedulerFigures
 from serve_app.telemetry.catalogue import VLLM
 from serve_app.telemetry.meters import Meters
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
 
 logger = logging.getLogger("ray.serve")
 
@@ -60,14 +64,31 @@ TEXTS_S = 1.0
 """Seconds that a replica which stops gives to jobs that run no model."""
 
 
+def trace_requests(llm: GatedLLM, spans: "TracerProvider") -> None:
+    """Have vLLM make a span of each request, in the trace that the request's headers name.
+
+    vLLM makes spans with OpenTelemetry's global provider. Its option `otlp_traces_endpoint` would give each
+    process of the engine an exporter of its own, which knows no folders and exports all requests.
+
+    Args:
+        llm: The engine, which has started.
+        spans: Exports the spans.
+    """
+    from opentelemetry.trace import set_tracer_provider
+
+    set_tracer_provider(spans)
+    llm.observability_config.otlp_traces_endpoint = ""
+    llm.output_processor.tracing_enabled = llm.traced = True
+
+
 class VLLMEngine:
     """One model in vLLM, its batcher, and vLLM's own OpenAI application on top of both.
 
     Args:
         settings: The model.
         max_prompts: Most prompts in a list.
-        metrics: Whether vLLM's own metrics go to Ray's endpoint.
         book: Gets the work of each call.
+        telemetry: Whether vLLM's metrics and spans are exported.
         salts: Whether each tenant has a part of the prefix cache of its own.
 
     Attributes:
@@ -93,7 +114,7 @@ class VLLMEngine:
         *,
         max_prompts: int,
         book: CallBook,
-        metrics: bool = False,
+        telemetry: TelemetrySettings = SILENT,
         salts: bool = False,
     ) -> None:
         use_allowed_hosts()
@@ -109,7 +130,14 @@ class VLLMEngine:
             zero_blocks()
         engine_args = AsyncEngineArgs.from_cli_args(self._args)
         compile_nothing_on_a_cpu(engine_args)
+        metrics = telemetry.metrics and telemetry.engine_metrics
         self.stats = EngineStats(settings.id, Meters(VLLM) if metrics else None)
+        self._spans = None
+        if telemetry.traces is not None:
+            # OpenTelemetry is imported only where spans are made.
+            from serve_app.telemetry.tracing import provider
+
+            self._spans = provider(telemetry.traces)
         began = time.monotonic()
         self.llm: GatedLLM = GatedLLM.from_engine_args(
             engine_args,
@@ -128,6 +156,8 @@ class VLLMEngine:
             book,
             awake=nullcontext if settings.share is None else self._awake,
         )
+        if self._spans is not None:
+            trace_requests(self.llm, self._spans)
         self._started = False
         self._book = book
         validate_no_grammars()
@@ -267,3 +297,5 @@ class VLLMEngine:
             self.llm.grammars.stop()
             self.llm.shutdown()
             await self.adapters.close()
+            if self._spans is not None:
+                self._spans.shutdown()

@@ -6,9 +6,8 @@ The imports are those of vLLM 0.32.
 
 import asyncio
 import logging
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Self
@@ -144,10 +143,9 @@ class CountedPrompt:
         last: The last output of vLLM.
     """
 
-    __slots__ = ("_began_at", "_own", "last")
+    __slots__ = ("_own", "last")
 
     def __init__(self, usage: RequestUsage, slot: Slot) -> None:
-        self._began_at = usage.now()
         self._own = usage.begin(slot)
         # The engine has the tokens of an answer that comes as a whole long before its end.
         slot.follow(self._own.produced)
@@ -159,23 +157,8 @@ class CountedPrompt:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if metrics := getattr(self.last, "metrics", None):
-            self._own.events = self._events(metrics)
         # The sequences have ended before: their generator is closed first.
         self._own.end(self._outcome(kind))
-
-    def _events(self, metrics: Any) -> Sequence[tuple[str, float]]:
-        """Return when vLLM did what; EngineCore's monotonic clock is that of this machine too."""
-        # This process notes its own times by the wall clock.
-        received_at = metrics.arrival_time + metrics.first_token_latency - time.time() + time.monotonic()
-        times = (
-            ("tokenized", self._began_at),
-            ("queued", metrics.queued_ts),
-            ("scheduled", metrics.scheduled_ts),
-            ("first token", metrics.first_token_ts),
-            ("received", received_at if metrics.first_token_latency else 0.0),
-        )
-        return [(name, at) for name, at in times if at]
 
     def _outcome(self, error: type[BaseException] | None) -> Outcome:
         # A reader may leave the last output without waiting for the end.

@@ -9,7 +9,7 @@ from typing import Any
 from vllm import SamplingParams
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import EngineCoreEvent, EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
@@ -285,7 +285,6 @@ class SteppedEngine:
         cached: int = 0,
         finish: bool = False,
         output: Any = None,
-        events: list[EngineCoreEvent] | None = None,
     ) -> None:
         """Make a step.
 
@@ -295,7 +294,6 @@ class SteppedEngine:
             cached: Prompt tokens in the cache, of a sequence that gets its first tokens.
             finish: The sequences end with it.
             output: The result of a pooling model.
-            events: What the scheduler did with them before.
         """
         outputs = []
         for name in names or self.running:
@@ -317,7 +315,6 @@ class SteppedEngine:
                     finish_reason=FinishReason.LENGTH if finish else None,
                     prefill_stats=prefill,
                     pooling_output=output,
-                    events=events,
                 )
             )
         stats = IterationStats()

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.wire.usage import MAX_SLOTS, RequestUsage, Tokens, Usage
+from serve_app.wire.usage import RequestUsage, Tokens, Usage
 
 
 class Sequence:
@@ -28,7 +28,6 @@ def test_the_usage_of_a_request_is_that_of_its_slots() -> None:
     assert usage.wait_s == 2.0
     assert usage.engine_s == 4.0
     assert (usage.counted, usage.outcome, usage.ran) == (Tokens(8, 4, 11), "failed", True)
-    assert [slot.started_at for slot in usage.slots] == [10.5, 11.0]
 
 
 def test_the_tokens_of_a_running_slot_can_be_read_at_any_time() -> None:
@@ -41,9 +40,9 @@ def test_the_tokens_of_a_running_slot_can_be_read_at_any_time() -> None:
     slot.end("cancelled")
     # What the engine counts behind the end belongs to nobody.
     sequence.now = Tokens(2, 0, 5)
-    assert (usage.total().output, usage.outcome, usage.slots[0].ended_at) == (4, "cancelled", 6.0)
+    assert (usage.total().output, usage.outcome, slot.ended_at) == (4, "cancelled", 6.0)
     slot.end("failed")
-    assert (usage.total().output, usage.outcome, len(usage.slots)) == (4, "cancelled", 1)
+    assert (usage.total().output, usage.outcome) == (4, "cancelled")
 
 
 def test_sequences_that_have_ended_are_not_kept() -> None:
@@ -130,11 +129,3 @@ def test_a_request_ends_with_its_last_slot_and_begins_none_after_that() -> None:
 def test_the_totals_cross_the_relay() -> None:
     usage = RequestUsage(Tokens(3, 2, 1 << 40), 0.5, 1.5, "failed")
     assert RequestUsage.unpack(usage.pack()) == usage
-
-
-def test_only_the_first_slots_are_kept_one_by_one() -> None:
-    usage = RequestUsage()
-    for _ in range(MAX_SLOTS + 1):
-        usage.add(Usage(0.0, 0.0, 1.0, Tokens(1, 0, 1)))
-    assert len(usage.slots) == MAX_SLOTS
-    assert usage.counted.prompt == MAX_SLOTS + 1

@@ -13,7 +13,7 @@ from vllm import SamplingParams
 from vllm.inputs.engine import tokens_input
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind
-from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, FinishReason
+from vllm.v1.engine import FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.metrics.loggers import PerEngineStatLoggerAdapter
@@ -204,39 +204,6 @@ async def test_a_prompt_that_is_aborted_before_its_first_token_is_not_counted(bo
         (row,) = rows(book)
         assert (row.prompt_tokens, row.cached_tokens, row.output_tokens) == (0, 0, 0)
         assert counted(book, engine)
-
-
-@virtual
-async def test_a_slot_has_the_times_of_its_way_to_the_first_token(book: CallBook) -> None:
-    async with opened(capacity=10_000) as site:
-        llm, engine = stepped(site)
-        call = book.open(request_of(), RequestUsage())
-        task = begin(llm, call)
-        await blocked()
-        # vLLM's double has a clock of its own, at 1.0 when it sends the first token.
-        before = [(EngineCoreEventType.QUEUED, 0.4), (EngineCoreEventType.SCHEDULED, 0.6)]
-        engine.step(events=[EngineCoreEvent(kind, at) for kind, at in before])
-        await blocked()
-        engine.step(finish=True)
-        await task
-        (slot,) = call.usage.slots
-        times = dict(slot.events)
-        assert list(times) == ["tokenized", "queued", "scheduled", "first token", "received"]
-        assert (times["queued"], times["scheduled"], times["first token"]) == (0.4, 0.6, 1.0)
-        assert slot.started_at <= times["tokenized"] <= times["received"] <= slot.ended_at
-
-
-@virtual
-async def test_a_slot_without_a_first_token_has_the_times_before(book: CallBook) -> None:
-    async with opened(capacity=10_000) as site:
-        llm, _ = stepped(site)
-        call = book.open(request_of(), RequestUsage())
-        task = begin(llm, call)
-        await blocked()
-        task.cancel()
-        await blocked()
-        (slot,) = call.usage.slots
-        assert not slot.events
 
 
 @pytest.mark.parametrize(("ends", "outcome"), [(True, "ok"), (False, "cancelled")])
