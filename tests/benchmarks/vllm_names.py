@@ -1,8 +1,8 @@
 """Names of vLLM that this package uses, looked up in the sources of other releases: ``--help``.
 
-Nothing of vLLM is imported, so a wheel for CUDA is read on a machine that has no GPU. Looked up are each name
-that `serve_app` imports, the attributes that `workarounds.require` guards, and the methods that its classes
-override. What a function does isn't seen: tests/serve_app/engine/vllm/test_workarounds.py looks at that.
+Nothing of vLLM is imported, so a wheel for CUDA is read on a machine that has no GPU. The names are those of
+serve_app/engine/vllm/seams.py. What a function does isn't seen: that is looked at by
+tests/serve_app/engine/vllm/test_workarounds.py.
 """
 
 import ast
@@ -12,16 +12,15 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from serve_app.engine.vllm.seams import PUBLIC, SEAMS
 from tests.benchmarks import command
 
-ROOT = Path(__file__).parents[2]
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
-WORKAROUNDS = "serve_app/engine/vllm/workarounds.py"
 
 
 class Name(NamedTuple):
@@ -34,13 +33,18 @@ class Name(NamedTuple):
         return ":".join(filter(None, self))
 
 
-# Objects that workarounds get as arguments, and their classes.
-LOCALS = {
-    "renderer": Name("vllm.renderers.hf", "HfRenderer"),
-    "serving": Name("vllm.entrypoints.pooling.scoring.serving", "ServingScores"),
-    "serving.io_processor": Name("vllm.entrypoints.pooling.scoring.io_processor", "CrossEncoderIOProcessor"),
-    "engine_core": Name("vllm.v1.engine.core_client", "AsyncMPClient"),
-}
+class Used(NamedTuple):
+    """A name that the package uses.
+
+    Attributes:
+        homes: The name in the modules that have it, the newest first.
+        use: What it is for.
+        ends: Whether a version is known that needs it no more.
+    """
+
+    homes: tuple[Name, ...]
+    use: str
+    ends: bool = False
 
 
 class Sources:
@@ -162,62 +166,33 @@ def _arguments(node: ast.stmt | None) -> str:
     return ", ".join(each.arg for each in (*given.posonlyargs, *given.args, *starred) if each)
 
 
-def used(root: Path = ROOT) -> dict[Name, str]:
-    """Return the names of vLLM that the package uses, with the file that uses each."""
-    found: dict[Name, str] = {}
-    for path in sorted((root / "serve_app").rglob("*.py")):
-        file, names = path.relative_to(root).as_posix(), dict[str, Name]()
-        nodes = list(ast.walk(ast.parse(path.read_text())))
-        for node in nodes:
-            if isinstance(node, ast.ImportFrom) and re.match(r"vllm\b", node.module or ""):
-                names |= {each.asname or each.name: Name(node.module or "", each.name) for each in node.names}
-            elif isinstance(node, ast.Import):
-                modules = [each.name for each in node.names if re.match(r"vllm\b", each.name)]
-                names |= {module: Name(module, "") for module in modules}
-        more = [name for node in nodes for name in _overridden(node, names)]
-        if file == WORKAROUNDS:
-            more += [name for node in nodes for name in _guarded(node, names)]
-        for name in (*names.values(), *more):
-            found.setdefault(name, file)
-    return found
+def used() -> Iterator[Used]:
+    """Yield the names of vLLM that the package uses."""
+    for module, names in PUBLIC.items():
+        for name in names.split():
+            yield Used((Name(module, name),), "public")
+    for name, seam in SEAMS.items():
+        modules = [each for each in (seam.module, seam.before) if each]
+        for path in (name, *(f"{name}.{part}" for part in seam.parts.split())):
+            yield Used(tuple(Name(module, path) for module in modules), seam.use, bool(seam.ends))
 
 
-def _overridden(node: ast.AST, names: dict[str, Name]) -> Iterator[Name]:
-    """Yield the methods of a class that has a base of vLLM."""
-    if isinstance(node, ast.ClassDef):
-        methods = [
-            each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
-        ]
-        for base in node.bases:
-            if isinstance(base, ast.Name) and (at := names.get(base.id)):
-                yield from (Name(at.module, f"{at.path}.{method}") for method in methods)
-
-
-def _guarded(node: ast.AST, names: dict[str, Name]) -> Iterator[Name]:
-    """Yield the attributes that a call of `require` names."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "require":
-        holder = ast.unparse(node.args[0])
-        if at := names.get(holder, LOCALS.get(holder)):
-            values = [str(each.value) for each in node.args[1:] if isinstance(each, ast.Constant)]
-            yield from (Name(at.module, f"{at.path}.{value}") for value in values)
-
-
-def differences(names: dict[Name, str], base: Sources, other: Sources) -> Iterator[tuple[bool, str]]:
+def differences(names: Iterable[Used], base: Sources, other: Sources) -> Iterator[tuple[bool, str]]:
     """Yield what has changed from one release to another; True: a name has moved, or is gone."""
-    for name, file in sorted(names.items()):
-        before, now = base.signature(name), other.signature(name)
-        if before is None:
-            # A method that is ours alone; a name that is absent in both says something.
-            if "." not in name.path and now is None:
-                yield True, f"{name}: in neither of them ({file})"
-        elif now is None:
-            homes = [home for home in other.homes(name.path.rpartition(".")[2]) if home != name.module]
-            yield True, f"{name}: {f'moved to {homes[0]}' if homes else 'gone'} ({file})"
+    for name, use, ends in names:
+        before, now = (
+            next((found for home in name if (found := release.signature(home)) is not None), None)
+            for release in (base, other)
+        )
+        if now is None:
+            last = name[0].path.rpartition(".")[2]
+            homes = [home for home in other.homes(last) if home not in {each.module for each in name}]
+            yield not ends, f"{name[0]}: {f'moved to {homes[0]}' if homes else 'gone'} ({use})"
         elif before != now:
-            old, new = before.split(", "), now.split(", ")
+            old, new = (before or "").split(", "), now.split(", ")
             changes = [f"+{each}" for each in new if each not in old]
             changes += [f"-{each}" for each in old if each not in new]
-            yield False, f"{name}: {', '.join(changes) or 'another order'} ({file})"
+            yield False, f"{name[0]}: {', '.join(changes) or 'another order'} ({use})"
 
 
 def fetched(requirement: str, folder: str) -> Path:
@@ -237,8 +212,8 @@ def main(arguments: list[str] | None = None) -> int:
     place = options.base or (Path(spec.origin).parents[1] if spec and spec.origin else None)
     if place is None:
         parser.error("no vLLM is installed; name a release to compare with by --base")
-    base, names, lost = Sources(place), used(), 0
-    print(f"{len(names)} names and methods, of {len({name.module for name in names})} modules")
+    base, names, lost = Sources(place), list(used()), 0
+    print(f"{len(names)} names and parts, of {len({each.homes[0].module for each in names})} modules")
     for release in options.releases or [str(place)]:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(release) if Path(release).exists() else fetched(release, folder)

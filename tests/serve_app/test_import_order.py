@@ -1,10 +1,13 @@
 """The import graph of the packages: no cycles, and imports between folders only downward."""
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+from serve_app.engine.vllm.seams import PUBLIC, SEAMS
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,6 +45,8 @@ def modules() -> dict[str, Path]:
 
 
 MODULES = modules()
+
+SEAM = "serve_app.engine.vllm.seams"
 
 
 def imported(module: str) -> Iterator[str]:
@@ -112,6 +117,15 @@ def test_only_the_folder_of_vllm_and_the_simulated_device_import_vllm() -> None:
     }
     strangers = {module for module in importing if not module.startswith("serve_app.engine.vllm.")}
     assert strangers == {"serve_app.simulation.vllm_executor"}
+
+
+def test_every_name_of_vllm_is_public_or_a_seam() -> None:
+    used = {name for module in MODULES for name in imported(module) if name.startswith("vllm.")}
+    assert used == {f"{module}.{name}" for module, names in PUBLIC.items() for name in names.split()}
+    texts = [path.read_text() for module, path in MODULES.items() if module != SEAM]
+    asked = set(re.findall(r"\w+", "".join(texts)))
+    # Names with parts are classes of objects, too, which nobody imports.
+    assert {name for name, seam in SEAMS.items() if not seam.parts} <= asked
 
 
 def test_the_batcher_imports_only_the_standard_library() -> None:

@@ -1,7 +1,4 @@
-"""vLLM's own OpenAI application, as it runs behind the relay.
-
-The imports are those of vLLM 0.32.
-"""
+"""vLLM's own OpenAI application, as it runs behind the relay."""
 
 import asyncio
 import json
@@ -18,11 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-from vllm.entrypoints.serve.exception_handling.handlers.exception import exception_handler
-from vllm.entrypoints.serve.exception_handling.handlers.http import http_exception_handler
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from serve_app.api.errors import RequestError
@@ -31,6 +24,7 @@ from serve_app.api.routes import CLASSIFY, EMBEDDINGS, GENERATE, MOVED, OPENAI, 
 from serve_app.api.validation import mistake
 from serve_app.engine.vllm.client import GatedLLM
 from serve_app.engine.vllm.refusal import answer_faults
+from serve_app.engine.vllm.seams import build_app, exception_handler, http_exception_handler, init_app_state
 from serve_app.engine.vllm.workarounds import run_beam_searches, score_beside_the_loop
 
 RESPONSES = "/v1/responses"

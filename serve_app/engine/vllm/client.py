@@ -1,7 +1,4 @@
-"""vLLM's engine client: each prompt of a job runs in a slot that the door has given it.
-
-The imports are those of vLLM 0.32.
-"""
+"""vLLM's engine client: each prompt of a job runs in a slot that the door has given it."""
 
 import hashlib
 from collections.abc import AsyncGenerator, Callable
@@ -15,8 +12,6 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, StructuredOutputsParams
-from vllm.v1.structured_output.backend_types import StructuredOutputOptions
-from vllm.v1.structured_output.request import get_structured_output_key
 
 from batcher import Slot
 from serve_app.api.errors import RequestError
@@ -27,6 +22,7 @@ from serve_app.engine.job import Job, current
 from serve_app.engine.vllm.resume import go_on, resume_mode
 from serve_app.engine.vllm.sampler_bounds import bound_seed, oversize
 from serve_app.engine.vllm.scheduler import GOALS
+from serve_app.engine.vllm.seams import StructuredOutputOptions, get_structured_output_key
 from serve_app.engine.vllm.stats import CountedLLM, CountedPrompt
 from serve_app.settings.models import GoalSettings
 from serve_app.wire.frame import to_ids

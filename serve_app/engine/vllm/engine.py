@@ -1,7 +1,4 @@
-"""A vLLM engine behind a token batcher.
-
-The imports are those of vLLM 0.32; they move between minor versions.
-"""
+"""A vLLM engine behind a token batcher."""
 
 import logging
 import os
@@ -13,14 +10,13 @@ from typing import TYPE_CHECKING, cast
 
 from starlette.types import ASGIApp
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.envs import enable_envs_cache
 from vllm.usage.usage_lib import UsageContext
-from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from serve_app.api.protocol import JSON
 from serve_app.engine.adapters import AdapterFiles
 from serve_app.engine.door import Door, EngineLanes
 from serve_app.engine.grammars import Grammars
+from serve_app.engine.vllm import seams
 from serve_app.engine.vllm.application import build_application, describe_application
 from serve_app.engine.vllm.client import GatedLLM
 from serve_app.engine.vllm.generate import GenerateCalls
@@ -117,6 +113,7 @@ class VLLMEngine:
         telemetry: TelemetrySettings = SILENT,
         salts: bool = False,
     ) -> None:
+        seams.check()
         use_allowed_hosts()
         if not settings.multimodal:
             refuse_media()
@@ -147,7 +144,7 @@ class VLLMEngine:
         self.load_s = round(time.monotonic() - began, 3)
         # vLLM adds a logger for an endpoint that nobody reads here.
         loggers = self.llm.logger_manager.stat_loggers
-        loggers[:] = [each for each in loggers if type(each) is not PrometheusStatLogger]
+        loggers[:] = [each for each in loggers if type(each) is not seams.PrometheusStatLogger]
         self.adapters = self.llm.adapters = Adapters(
             settings,
             self.llm,
@@ -271,7 +268,7 @@ class VLLMEngine:
         self.describe = cache(partial(describe_application, app, routes))
         self.generate = GenerateCalls(self.llm, self.adapters, app.state.online_renderer, self._defaults)
         # vLLM asks the environment for its settings several times per request.
-        enable_envs_cache()
+        seams.enable_envs_cache()
         hide_refusals()
         return cast(ASGIApp, app), routes
 

@@ -1,21 +1,16 @@
-"""vLLM's compiler of grammars, as a process of its own makes it; see `serve_app.engine.grammars`.
-
-The imports are those of vLLM 0.32.
-"""
+"""vLLM's compiler of grammars, as a process of its own makes it; see `serve_app.engine.grammars`."""
 
 import json
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import StructuredOutputsParams
-from vllm.v1.request import Request
-from vllm.v1.structured_output import StructuredOutputManager
-from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from serve_app.engine.grammars import Compiler
+from serve_app.engine.vllm.seams import StructuredOutputManager, StructuredOutputRequest
 
 
 def compiler(config: VllmConfig) -> Compiler:
@@ -44,7 +39,7 @@ def compiler(config: VllmConfig) -> Compiler:
             request = SimpleNamespace(
                 request_id="first", sampling_params=params, structured_output_request=asked
             )
-            manager.grammar_init(cast(Request, request))
+            manager.grammar_init(request)
             assert manager.backend is not None
         asked, _, refusal = prepared(kind, json.loads(text) if kind == "choice" else text)
         grammar = manager.backend.compile_grammar(*asked.structured_output_key)

@@ -1,7 +1,4 @@
-"""Fewer messages from the engine to the replica.
-
-The imports are those of vLLM 0.32.
-"""
+"""Fewer messages from the engine to the replica."""
 
 import time
 from typing import Any

@@ -1,6 +1,6 @@
 """The LoRA adapters of a vLLM engine: loaded, tried, served, unloaded.
 
-The imports are those of vLLM 0.32. Its `LoRAResolver` doesn't fit: vLLM gives an adapter that it resolves a
+vLLM's `LoRAResolver` doesn't fit: vLLM gives an adapter that it resolves a
 number of its own, loads it without a trial, never forgets it, and lists no adapter that nobody has asked for.
 """
 

@@ -1,16 +1,16 @@
-"""A look at an adapter from inside vLLM's workers, by vLLM's option `worker_extension_cls`.
-
-The imports are those of vLLM 0.32.
-"""
+"""A look at an adapter from inside vLLM's workers, by vLLM's option `worker_extension_cls`."""
 
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from vllm.lora.layers import FusedMoE3DWithLoRA
-from vllm.lora.utils import is_base_embedding_weights, parse_fine_tuned_lora_name
 
 from serve_app.engine.adapters import WEIGHTS
+from serve_app.engine.vllm.seams import (
+    FusedMoE3DWithLoRA,
+    is_base_embedding_weights,
+    parse_fine_tuned_lora_name,
+)
 
 UNUSED = "saturate_unused_tensors"
 """The method of `LoRAWorker`, for `collective_rpc`."""

@@ -1,7 +1,4 @@
-"""Images, videos and sound that a request names by URL: fetched from allowed hosts on the Internet only.
-
-The imports are those of vLLM 0.32.
-"""
+"""Images, videos and sound that a request names by URL: fetched from allowed hosts on the Internet only."""
 
 import ipaddress
 import socket
@@ -11,10 +8,11 @@ from typing import Any
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 from urllib3.util import parse_url
-from vllm.connections import HTTPConnection
 from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 from yarl import URL
+
+from serve_app.engine.vllm.seams import HTTPConnection
 
 METADATA = {"168.63.129.16", "192.0.0.192"}
 """Addresses at which clouds serve metadata to their machines, beside those of private ranges."""

@@ -1,12 +1,8 @@
-"""vLLM's options and the batcher's limits, from the settings of a model.
-
-The imports are those of vLLM 0.32.
-"""
+"""vLLM's options and the batcher's limits, from the settings of a model."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -15,6 +11,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from batcher import ContinuousBatcher, Lanes
 from serve_app.api.scheduling import FLEX
 from serve_app.engine.door import STARTING
+from serve_app.engine.vllm.seams import make_arg_parser
 from serve_app.settings.models import BatcherSettings, EngineSettings, LLMSettings
 from serve_app.settings.schema import SettingsError
 from serve_app.simulation.options import engine_options

@@ -1,7 +1,4 @@
-"""Streams of vLLM that go on in another engine.
-
-The imports are those of vLLM 0.32.
-"""
+"""Streams of vLLM that go on in another engine."""
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -11,8 +8,8 @@ from typing import Any
 from vllm import SamplingParams
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
+from serve_app.engine.vllm.seams import IncrementalDetokenizer
 from serve_app.wire.frame import ResumeMode
 
 GREEDY = 1e-5

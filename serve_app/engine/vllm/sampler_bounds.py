@@ -6,19 +6,18 @@ sequences of a step wait for that.
 Issue: none found; https://github.com/vllm-project/vllm/pull/16529 ended the same for ids that the
 vocabulary has not. Mended: not in 0.33.
 
-The imports are those of vLLM 0.32.
 """
 
 from typing import Any
 
 from vllm import SamplingParams, envs
-from vllm.v1.worker.gpu.sample.logit_bias import (
+
+from serve_app.api.errors import RequestError
+from serve_app.engine.vllm.seams import (
     MAX_NUM_ALLOWED_TOKEN_IDS,
     MAX_NUM_LOGIT_BIAS_TOKENS,
     MAX_NUM_STOP_TOKEN_IDS,
 )
-
-from serve_app.api.errors import RequestError
 
 MAX_BAD_WORDS_CHARS = 16_384
 """Characters of all `bad_words`: vLLM tokenizes them on the event loop."""

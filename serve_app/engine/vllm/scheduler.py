@@ -1,7 +1,4 @@
-"""vLLM's scheduler with live traffic first: rows of batches give way, step by step.
-
-The imports are those of vLLM 0.32.
-"""
+"""vLLM's scheduler with live traffic first: rows of batches give way, step by step."""
 
 import copy
 import math
@@ -13,6 +10,7 @@ from typing import Any, NamedTuple
 
 from serve_app.engine.steps import StepTimes, Work
 from serve_app.engine.vllm.held_tokens import HeldTokens
+from serve_app.engine.vllm.seams import SEAMS
 
 GOALS = "saturate_goals"
 """Key of a live request's goals in the `extra_args` of its sampling parameters, which vLLM has for plugins.
@@ -59,19 +57,6 @@ LOOKS = 2
 ERRORS = 2.0
 """Mean errors of the predicted times by which a decision comes earlier."""
 
-NAMES = (
-    *("running", "waiting", "kv_holding_waiting", "requests", "finished_recving_kv_req_ids"),
-    *("max_num_scheduled_tokens", "max_num_active_reqs", "num_waiting_for_streaming_input", "max_model_len"),
-    *("num_lookahead_tokens", "num_spec_tokens", "requires_kv_delivery", "scheduler_reserve_full_isl"),
-    *("need_mamba_block_aligned_split", "_mamba_block_aligned_split", "_try_schedule_encoder_inputs"),
-    *("_reserve_prefill_lookahead", "_preempt_request", "_request_blocks_can_be_freed"),
-)
-"""Names of vLLM's scheduler that are used here. None of them is public; an engine says at its start if one is
-gone."""
-
-OF_CACHE = ("get_computed_blocks", "empty_kv_cache_blocks", "watermark_blocks", "coordinator", "block_pool")
-"""The same of its manager of the KV cache."""
-
 
 def build_scheduler(vllm_config: Any, **options: Any) -> Any:
     """Return the scheduler of an engine; the option `scheduler_cls` names this function.
@@ -97,7 +82,7 @@ def scheduler_class(vllm_config: Any, live_first: type | None = None, *, held: b
     config.scheduler_cls = None
     if vllm_config.diffusion_config is not None:
         name = "DiffusionAsyncScheduler" if config.async_scheduling else "DiffusionScheduler"
-        config.scheduler_cls = f"vllm.v1.core.sched.diffusion_scheduler.{name}"
+        config.scheduler_cls = f"{SEAMS[name].module}.{name}"
     scheduler = config.get_scheduler_cls()
     first = () if config.policy == "fcfs" else (live_first or LiveFirst,)
     tokens = (HeldTokens,) if held else ()
@@ -194,11 +179,6 @@ class LiveFirst:
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        # Commands that plan read the constants of this file, without vLLM.
-        from serve_app.engine.vllm.workarounds import require
-
-        require(self, *NAMES)
-        require(self.kv_cache_manager, *OF_CACHE)
         parallel, scheduler = self.vllm_config.parallel_config, self.vllm_config.scheduler_config
         alone = parallel.pipeline_parallel_size == parallel.data_parallel_size == 1
         self.times = StepTimes()

@@ -1,7 +1,6 @@
 """The statistics of vLLM: the tokens of each slot, the figures of its scheduler, and its metrics.
 
 vLLM has its statistics on wherever it has a logger of them, and `EngineStats` is the one logger of an engine.
-The imports are those of vLLM 0.32.
 """
 
 import asyncio
@@ -16,12 +15,12 @@ from vllm.config import VllmConfig
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
-from vllm.v1.metrics.ray_wrappers import RayKVConnectorProm
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from batcher import Slot
 from serve_app.api.scheduling import Scheduling
 from serve_app.engine.vllm.scheduler import take_figures
+from serve_app.engine.vllm.seams import RayKVConnectorProm
 from serve_app.ledger.calls import CallBook
 from serve_app.stats import SchedulerFigures, StepSeconds
 from serve_app.telemetry import catalogue
@@ -74,25 +73,16 @@ class VLLMSequences:
     Args:
         processor: vLLM's output processor.
         request_id: vLLM's own id of the request.
-
-    Raises:
-        RuntimeError: vLLM keeps the state of its requests elsewhere by now.
     """
 
     __slots__ = ("_first", "_known", "_states")
 
     def __init__(self, processor: Any, request_id: str) -> None:
-        try:
-            parent = processor.parent_requests.get(request_id)
-            ids = [request_id] if parent is None else list(parent.child_requests)
-            self._known: dict[str, Any] = processor.request_states
-            self._states = [self._known[each] for each in ids]
-            self._first: Any = None
-            self.tokens()
-        except (AttributeError, LookupError, TypeError) as error:
-            raise RuntimeError(
-                f"vLLM's state of a request isn't where vLLM 0.32 has it: {error!r}"
-            ) from error
+        parent = processor.parent_requests.get(request_id)
+        ids = [request_id] if parent is None else list(parent.child_requests)
+        self._known: dict[str, Any] = processor.request_states
+        self._states = [self._known[each] for each in ids]
+        self._first: Any = None
 
     def tokens(self) -> Tokens:
         """Return what vLLM has counted so far."""

@@ -1,7 +1,4 @@
-"""The warm-up of an engine: each way to use it is used once, so that no request waits for its kernels.
-
-The imports are those of vLLM 0.32.
-"""
+"""The warm-up of an engine: each way to use it is used once, so that no request waits for its kernels."""
 
 import asyncio
 import itertools

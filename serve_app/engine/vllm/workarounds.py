@@ -1,10 +1,9 @@
-"""Corrections of vLLM: each is a function, with the issue, the version that mends it, and a guard.
+"""Corrections of vLLM: each is a function; `seams` has the issue of each, and the version that mends it.
 
-A guard raises a RuntimeError with the name that has moved.
 `tests/serve_app/engine/vllm/test_workarounds.py` has a test for each workaround that fails once vLLM
-doesn't need it any more. `make check-vllm` looks for all names that this package uses in other releases.
+doesn't need it any more.
 
-Imports of vLLM stand inside the functions that a process of vLLM calls while it still imports itself.
+Imports of vLLM stand inside the functions: a process of vLLM calls some of them while vLLM imports itself.
 """
 
 import asyncio
@@ -14,6 +13,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
+
+from serve_app.engine.vllm import seams
 
 SHORT_CHARS = 2_048
 """Most characters of a text that is tokenized on the event loop: half a millisecond.
@@ -34,14 +35,6 @@ MESSAGE_CHARS = 32
 """Characters that a chat template adds to a message, about."""
 
 
-def require(holder: Any, *names: str) -> None:
-    """Raise a RuntimeError that names the first attribute that an object of vLLM has no longer."""
-    for name in names:
-        if not hasattr(holder, name):
-            where = getattr(holder, "__name__", type(holder).__qualname__)
-            raise RuntimeError(f"this vLLM has no {where}.{name}; see serve_app/engine/vllm/workarounds.py")
-
-
 # Processes of the engine; see `serve_app.engine.vllm.plugin`.
 
 
@@ -50,13 +43,10 @@ def allow_amx() -> None:
 
     Linux ends a process that uses AMX without having asked (signal SIGILL). PyTorch asks before its first
     matrix product of the size that gains from AMX, vLLM's attention never asks: an engine whose first
-    prompt is short, with a small bfloat16 model, dies of it.
-
-    Issue: none found; ggml-org/llama.cpp#26954 is the same in another engine. Mended: not in 0.33.
+    prompt is short, with a small bfloat16 model, dies of it (the fault of ggml-org/llama.cpp#26954).
     """
     import torch
 
-    require(torch.cpu, "_is_amx_tile_supported", "_init_amx")
     if torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()
 
@@ -67,13 +57,9 @@ def zero_new_blocks() -> None:
     A request whose arithmetic isn't finite leaves NaN in its blocks. The next owner of a block writes its own
     values, but an attention reads the whole block: zero times NaN is NaN. vLLM zeroes blocks where layers of
     another kind need it (vllm#35219), and asks one property in each place.
-
-    Issue: https://github.com/vllm-project/vllm/pull/50283 (open), which adds the option
-    `--enable-nan-fault-tolerance` with the same change. Mended: not in 0.33.
     """
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from serve_app.engine.vllm.seams import KVCacheConfig
 
-    require(KVCacheConfig, "needs_kv_cache_zeroing")
     if not isinstance(vars(KVCacheConfig)["needs_kv_cache_zeroing"], property):
         raise RuntimeError("KVCacheConfig.needs_kv_cache_zeroing is no property in this vLLM")
     KVCacheConfig.needs_kv_cache_zeroing = property(lambda _: True)
@@ -85,20 +71,15 @@ def keep_lora_rows_apart() -> None:
     vLLM marks their rows with the index -1. Its operations for a CPU look the adapter up with it, which finds
     the last one: the base model would answer with it. Zeros from the first operation of a layer don't help
     where the second one multiplies them with NaN or infinity.
-
-    Issue: https://github.com/vllm-project/vllm/pull/48421. Mended: 0.33.
     """
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
+    if seams.ended("lora_ops") or not current_platform.is_cpu():
         return
-    from vllm.lora.ops.torch_ops import lora_ops
-    from vllm.lora.punica_wrapper import punica_cpu
+    lora_ops, punica_cpu = seams.lora_ops, seams.punica_cpu
 
     # Prompts come by way of `sgmv_shrink`, which calls the function of `lora_ops`; the tokens behind them
     # don't.
-    require(lora_ops, "bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")
-    require(punica_cpu, "bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")
     shrink = lora_ops.bgmv_shrink
 
     def shrink_apart(inputs: Any, weights: Any, output: Any, indices: Any, scaling: float = 1.0) -> None:
@@ -136,16 +117,12 @@ def bound_tokenizing(renderer: Any, most: int) -> None:
     short text is tokenized on the event loop, a long one in a thread of its own, behind which no other text
     waits.
 
-    Issue: none found; https://github.com/vllm-project/vllm/pull/10635 brought vLLM's thread. `/tokenize` and
-    `/detokenize` have no bound of vLLM's (`max_total_tokens=None`). Mended: not in 0.33.
-
     Args:
         renderer: vLLM's renderer, of the prompts of all routes.
         most: Most tokens of a text of `/tokenize`, and of a list of `/detokenize`.
     """
     from vllm.exceptions import VLLMValidationError
 
-    require(renderer, "_tokenize_prompt", "_tokenize_prompt_async", "_decode", "_async_tokenizer_decode")
     tokenize, tokenize_in_thread = renderer._tokenize_prompt, renderer._tokenize_prompt_async
     decode, decode_in_thread = renderer._decode, renderer._async_tokenizer_decode
     long = ThreadPoolExecutor(1, thread_name_prefix="tokenize-long")
@@ -229,16 +206,13 @@ def short_chats_at_once(renderer: Any) -> None:
     A thread takes as long to begin as a template for a short chat. Not for an engine that takes templates
     from requests: vLLM limits their time, which takes a thread.
 
-    Issue: none found. Mended: not in 0.33.
-
     Args:
         renderer: vLLM's renderer. One that isn't Hugging Face's stays as it is.
     """
-    from vllm.renderers.hf import HfRenderer, safe_apply_chat_template
+    from serve_app.engine.vllm.seams import HfRenderer, safe_apply_chat_template
 
     if not isinstance(renderer, HfRenderer):
         return
-    require(renderer, "_apply_chat_template_async")
     in_thread = renderer._apply_chat_template_async
 
     async def apply(model_config: Any, tokenizer: Any, conversation: Any, **options: Any) -> Any:
@@ -268,8 +242,6 @@ def score_beside_the_loop(state: Any, most: int) -> None:
 
     vLLM cuts them by their tokens (`max_tokens_per_doc`) and parses them on the event loop, without a bound.
 
-    Issue: none found. Mended: not in 0.33.
-
     Args:
         state: The state of vLLM's application.
         most: Tokens of the context.
@@ -278,11 +250,8 @@ def score_beside_the_loop(state: Any, most: int) -> None:
         return
     from vllm.entrypoints.pooling.scoring.protocol import RerankRequest
     from vllm.exceptions import VLLMValidationError
-    from vllm.renderers import chat_utils
 
-    require(serving, "_preprocessing", "io_processor")
-    require(serving.io_processor, "get_request_factory_online", "render_async", "renderer", "model_config")
-    require(chat_utils, "_parse_chat_message_content_mm_part")
+    from serve_app.engine.vllm.seams import chat_utils
 
     def prepare(processor: Any, ctx: Any) -> Any:
         request = ctx.request
@@ -336,14 +305,11 @@ def refuse_media() -> None:
     With `--language-model-only` vLLM refuses media too, on most routes: it says "At most 0 image(s)", or of a
     model without images "… is not a multimodal model", and names no part. On the routes of scoring it decodes
     an image first. All routes look at such a part through one function.
-
-    Issue: none found. Mended: not in 0.33, where the function is
-    `chat_utils.chat_message.parse_chat_message_content_mm_part`.
     """
     from vllm.exceptions import VLLMValidationError
-    from vllm.renderers import chat_utils
 
-    require(chat_utils, "_parse_chat_message_content_mm_part", "_MEDIA_CONTENT_PART_KEYS")
+    from serve_app.engine.vllm.seams import chat_utils
+
     parse = chat_utils._parse_chat_message_content_mm_part
     # Embeddings of a prompt have an option of vLLM's.
     media = chat_utils._MEDIA_CONTENT_PART_KEYS - {"prompt_embeds"}
@@ -368,17 +334,11 @@ def make_error_responses(make: Callable[[Callable[..., Any]], Callable[..., Any]
     TypeError, faults of the service among them, and logs no stack of the others unless it logs one of each
     client's mistake too (`log_error_stack`).
 
-    Issue: none found for the 400; its code says "remove these fallback handlers after migration to
-    VLLMError". https://github.com/vllm-project/vllm/issues/49181 is the opposite fault. Mended: not in 0.33.
-
     Args:
         make: Makes the function from vLLM's own, `create_error_response`.
     """
-    from vllm.entrypoints.generate.base.serving import GenerateBaseServing
-    from vllm.entrypoints.serve.exception_handling import error_response
+    from serve_app.engine.vllm.seams import GenerateBaseServing, error_response
 
-    require(error_response, "create_error_response")
-    require(GenerateBaseServing, "_convert_generation_error_to_streaming_response")
     original = error_response.create_error_response
     if hasattr(original, "__wrapped__"):
         return
@@ -412,15 +372,12 @@ def run_beam_searches(state: Any, run: Callable[..., Any]) -> None:
     vLLM's search asks the engine once for each token of each beam: admission of each would wait for the
     others.
 
-    Issue: none found. Mended: not in 0.33.
-
     Args:
         state: The state of vLLM's application.
         run: Gets vLLM's own search first, and then its arguments.
     """
-    from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
+    from serve_app.engine.vllm.seams import BeamSearchOnlineMixin
 
-    require(BeamSearchOnlineMixin, "beam_search")
     for part in state._state.values():
         if isinstance(part, BeamSearchOnlineMixin):
             part.beam_search = functools.partial(run, part.beam_search)
@@ -431,16 +388,15 @@ def validate_no_grammars() -> None:
 
     vLLM parses a grammar on the event loop of its server up to three times, without a limit of time. A
     structural tag keeps the check of its shape, on which vLLM's parsers of tools rely.
-
-    Issue: none found. Mended: not in 0.33.
     """
     from vllm.exceptions import VLLMValidationError
-    from vllm.parser.abstract_parser import structured_outputs_to_format
-    from vllm.v1.structured_output import (
+
+    from serve_app.engine.vllm.seams import (
         backend_guidance,
         backend_lm_format_enforcer,
         backend_outlines,
         backend_xgrammar,
+        structured_outputs_to_format,
     )
 
     def validate(sampling_params: Any) -> None:
@@ -454,7 +410,6 @@ def validate_no_grammars() -> None:
             except (ValueError, KeyError, TypeError) as error:
                 raise VLLMValidationError("Invalid structural tag specification.") from error
 
-    require(backend_xgrammar, "choice_as_grammar")
     for module, name, own in (
         (backend_xgrammar, "validate_xgrammar_grammar", validate),
         (backend_guidance, "validate_guidance_grammar", lambda *_, **__: None),
@@ -465,5 +420,4 @@ def validate_no_grammars() -> None:
             lambda *_: None,
         ),
     ):
-        require(module, name)
         setattr(module, name, own)

@@ -34,7 +34,7 @@ async def engine(script: Script) -> AsyncIterator[VLLMEngine]:
         engine.llm = gated(script, site)
         engine.llm.get_tokenizer = lambda: get_tokenizer(settings.path)
         engine._limits = BatcherLimits(1024, None, 64, {"a": 2.0})
-        engine._goals = None
+        engine._goals = engine._spans = None
         engine.adapters = Adapters(settings, engine.llm, AdapterFiles(), {}, CallBook("demo"))
         yield engine
 

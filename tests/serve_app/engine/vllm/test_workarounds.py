@@ -8,7 +8,7 @@ import json
 import platform
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -132,12 +132,6 @@ def test_numbers_of_an_adapter_do_not_reach_rows_without_one(restored: None) -> 
     assert rows.tolist() == [[11.0] * 4, [9.0] * 4, [9.0] * 4]
     punica_cpu.sgmv_expand_slice(inputs, weights, rows := torch.full((3, 8), 9.0), *arguments, 4, 4, True)
     assert rows.tolist() == [[9.0] * 4 + [11.0] * 4, [9.0] * 8, [9.0] * 8]
-
-
-def test_another_vllm_has_its_operations_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(punica_cpu, "bgmv_expand_slice")
-    with pytest.raises(RuntimeError, match=r"punica_cpu\.bgmv_expand_slice"):
-        keep_lora_rows_apart()
 
 
 def test_vllm_still_leaves_blocks_of_plain_attention_as_they_are(
@@ -328,12 +322,6 @@ async def test_token_ids_within_the_limit_are_decoded() -> None:
         await renderer._async_tokenizer_decode([1] * (SHORT_CHARS + 2))
 
 
-def test_another_vllm_has_its_tokenizing_elsewhere() -> None:
-    renderer: Any = SimpleNamespace(_tokenize_prompt=None, _decode=None)
-    with pytest.raises(RuntimeError, match=r"SimpleNamespace\._tokenize_prompt_async"):
-        bound_tokenizing(renderer, MOST)
-
-
 @pytest.mark.parametrize(
     ("characters_per_token", "most", "answer", "counted"),
     [
@@ -477,12 +465,6 @@ def test_an_application_that_scores_nothing_stays_as_it_is() -> None:
     score_beside_the_loop(SimpleNamespace(), MOST)
 
 
-def test_another_vllm_prepares_its_scores_elsewhere() -> None:
-    state = SimpleNamespace(serving_scores=SimpleNamespace(io_processor=None))
-    with pytest.raises(RuntimeError, match=r"SimpleNamespace\._preprocessing"):
-        score_beside_the_loop(state, MOST)
-
-
 # The application.
 
 PIXEL = "data:image/png;base64,AAAA"
@@ -576,19 +558,3 @@ async def test_beam_searches_of_the_application_run_through_another_function(rer
     search = part.beam_search
     run_beam_searches(state, lambda own, *, prompt: (own, prompt))
     assert part.beam_search(prompt="a") == (search, "a")
-
-
-def every() -> Iterator[str]:
-    """Yield the names of all workarounds."""
-    for name, function in vars(workarounds).items():
-        if getattr(function, "__module__", "") == workarounds.__name__ and not name.startswith("_"):
-            yield name
-
-
-def test_each_workaround_names_its_issue_and_the_version_that_mends_it() -> None:
-    found = set(every()) - {"require", "exceeds", "context_of"}
-    assert len(found) == 10
-    for name in found:
-        text = getattr(workarounds, name).__doc__
-        assert "Issue: " in text, name
-        assert "Mended: " in text, name
