@@ -15,7 +15,7 @@ BUILD ?= $(or $(INSTALLED),$(if $(shell nvidia-smi --list-gpus 2>/dev/null | gre
 LINKS := $(foreach link,$(PIP_FIND_LINKS),--find-links $(link))
 TORCH := $(if $(filter gpu,$(BUILD)),--no-config $(LINKS),$(or $(LINKS),--torch-backend=cpu))
 
-.PHONY: help install other-build serve reference test quick test-all pytest test-batcher service-tests tests-beside lint format check-vllm bench bench-gpu mutants soak clean
+.PHONY: help install other-build serve reference test quick test-all pytest test-batcher tests lint format check-vllm bench bench-gpu mutants soak clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -49,10 +49,9 @@ format: install ## Put the code into its style.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Two cores: the checks and these tests take one, while the others wait for a service and then use it. One core:
-# the checks and these tests run first.
+# Two cores: one worker runs the tests of the service, the other the rest beside it, and the checks take what is
+# left of both. One core: the checks run first, then all tests in one process, which is -n 0.
 JOBS := $(if $(filter 1,$(shell nproc 2>/dev/null)),1,2)
-BESIDE := tests/batcher tests/k8s tests/training $(filter-out %/cli/ %/__pycache__/,$(wildcard tests/serve_app/*/))
 
 # These tests import neither vLLM nor Ray (tests/test_budget.py).
 QUICK := @tests/quick.txt
@@ -61,7 +60,7 @@ QUICK := @tests/quick.txt
 TIMED = began=$$(date +%s); timed() { status=$$?; echo "$@: $$(($$(date +%s) - began)) s"; exit $$status; }; trap timed EXIT;
 
 test: install ## Check style and types, and run every test but the long ones.
-	@$(MAKE) --no-print-directory --keep-going --jobs=$(JOBS) tests-beside service-tests
+	@$(MAKE) --no-print-directory --keep-going --jobs=$(JOBS) lint tests
 
 quick: install ## Run the tests that need neither vLLM nor Ray: a minute.
 	@$(TIMED) $(BIN)/python -m pytest --quiet $(QUICK) $(ARGS)
@@ -79,11 +78,8 @@ test-batcher: ## Run the tests of batcher/ alone, on another Python; PYTHON=pyth
 	.venv-batcher/bin/python -m pip install --quiet pytest pytest-asyncio pytest-timeout hypothesis
 	.venv-batcher/bin/python -m pytest -W ignore::pytest.PytestConfigWarning tests/batcher $(ARGS)
 
-service-tests: install
-	@$(TIMED) $(BIN)/python -m pytest $(BESIDE:%=--ignore=%) $(ARGS)
-
-tests-beside: lint
-	@$(TIMED) $(BIN)/python -m pytest --quiet $(BESIDE) $(ARGS)
+tests: install
+	@$(TIMED) $(BIN)/python -m pytest --quiet -n $(JOBS:1=0) $(ARGS)
 
 check-vllm: install ## Look for the names of vLLM that are used here in other releases; ARGS="vllm==0.33.0", ARGS="--help".
 	@$(BIN)/python -m tests.benchmarks.vllm_names $(ARGS)

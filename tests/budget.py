@@ -77,7 +77,7 @@ class Budget:
         result = yield
         used = cpu_s() - self._began - self._shared
         item.user_properties.append((USED, round(used, 2)))
-        name = item.nodeid.partition("[")[0].partition("@")[0]
+        name = item.nodeid.partition("[")[0]
         exempt = name in slow() or item.get_closest_marker("long") or "/e2e/" in item.nodeid
         if used > LIMIT_S and not exempt:
             limit_s = LIMIT_S * max(1.0, sum(count() for _ in range(3)) / 3 / COUNT_S)

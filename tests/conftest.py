@@ -2,7 +2,6 @@ import gc
 import json
 import signal
 import sys
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +11,7 @@ from tests.budget import USED, Budget
 from tests.progress import run
 
 if TYPE_CHECKING:
-    from tests.e2e.services import Starting
+    from xdist.scheduler import LoadScopeScheduling
 
 # The time that an example takes, or its generation, says something about the machine only.
 UNTIMED: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -23,24 +22,26 @@ settings.load_profile("short")
 # Under nohup it is ignored, and all processes that the tests start would ignore it too.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+SHARED = ("tests/e2e/", "tests/serve_app/test_vllm_routes.py", "tests/serve_app/models/test_vllm_options.py")
+"""The tests that share the service or `vllm_app`."""
+
 LAST = [
-    # On the shared service: what measures all of it, what adds an application to it, what stops it.
+    # On the shared service: what measures all of it, adds an application to it, kills its processes.
     "test_prometheus",
     "test_access",
     "test_quotas",
-    "test_stop",
-    # On the pair of replicas: what leaves it whole, what leaves it with one Engine, what asks for no more.
+    "test_own_pages",
+    # With two Engines: what leaves it whole, what leaves it with one Engine, what stops it.
     "test_prefix_routing",
-    "test_resumption",
     "test_ledger",
     "test_faults",
-    "test_own_pages",
     "test_sdk_errors",
     "test_poison",
     "test_deploys",
     "test_driver_kills",
-    "test_overload",
+    "test_stop",
     # On engines and services of their own.
+    "test_overload",
     "test_batch_kills",
     "test_admitted_work",
     "test_simulated",
@@ -73,6 +74,18 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> "LoadScopeScheduling":
+    """Have one of pytest-xdist's workers run all `SHARED` tests; the other files go to whoever is free."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return "service" if nodeid.startswith(SHARED) else nodeid.partition("::")[0]
+
+    return ByFile(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order the tests: those without a service, those with the shared one, then `LAST`."""
     items.sort(key=_place)
@@ -97,31 +110,13 @@ def vllm_app() -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="session", autouse=True)
-def starting_service(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator["Starting | None"]:
-    """The service that tests share; it starts while the tests run that need none."""
-    if not any(map(_needs_service, request.session.items)):
-        yield None
-        return
-    from tests.e2e.services import Starting, start_shared
-
-    starting = Starting(start_shared, tmp_path_factory.mktemp("service"))
-    yield starting
-    starting.stop()
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Report the tests with the most CPU time, and the services that needed a second start."""
+    """Report the time that services took to start, and the tests with the most CPU time."""
     reports = [one for found in terminalreporter.stats.values() for one in found if hasattr(one, "when")]
+    starts = [one.duration for one in reports if one.when == "setup" and "tests/e2e/" in one.nodeid]
+    if starts:
+        terminalreporter.write_line(f"start of services: {sum(starts):.0f} s")
     used = [(dict(one.user_properties).get(USED, 0.0), one.nodeid) for one in reports if one.when == "call"]
     terminalreporter.section("most CPU time")
     for seconds, name in sorted(used, reverse=True)[:10]:
         terminalreporter.write_line(f"{seconds:.2f}s {name}")
-    # Runs without a service don't import it.
-    module = sys.modules.get("tests.e2e.service")
-    if module and module.Service.failed_starts:
-        terminalreporter.section("services that were started a second time", yellow=True)
-        for message in module.Service.failed_starts:
-            terminalreporter.write_line(message)

@@ -5,46 +5,24 @@ import openai
 import pytest
 
 from tests.e2e.service import Service
-from tests.e2e.services import Restartable, Starting, redeploy, start_pair
+from tests.e2e.services import Restartable, double, start
 from tests.progress import ANSWER_S
 
 
 @pytest.fixture(scope="session")
-def service(starting_service: Starting) -> Service:
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """The service of configs/local.yaml and a model that is a function, started once for all tests."""
-    return starting_service.service()
+    service = start(tmp_path_factory.mktemp("service"))
+    yield service
+    service.stop()
+    assert service.processes() == [], "processes are left behind"
 
 
 @pytest.fixture(scope="session")
-def starting_pair(
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-    starting_service: Starting | None,
-) -> Iterator[Starting | None]:
-    """The pair of replicas, which starts when a test asks for this; None if no test of the run needs it."""
-    if not any("pair" in getattr(item, "fixturenames", ()) for item in request.session.items):
-        yield None
-        return
-    if starting_service:
-        # Two starts at once would take several times as long.
-        starting_service.wait()
-    starting = Starting(start_pair, tmp_path_factory.mktemp("pair"))
-    yield starting
-    if service := starting.stop():
-        assert service.processes() == [], "processes are left behind"
-
-
-@pytest.fixture(scope="session")
-def pair(starting_pair: Starting) -> Service:
-    """Two replicas of each deployment, for tests that kill them or overload them."""
-    return starting_pair.service()
-
-
-@pytest.fixture(scope="module")
-def small(pair: Service) -> Service:
-    """The pair with one Engine of eight sequences at once."""
-    redeploy(pair, 1, user_config={"batcher": {"max_running": 8}})
-    return pair
+def pair(service: Service) -> Service:
+    """The shared service with two replicas of the Ingress and of the demo model, for tests that kill them."""
+    double(service)
+    return service
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import httpx
 
 from tests.e2e.load import Load
 from tests.e2e.service import Service
-from tests.e2e.services import is_settled, wait_for_replicas, wait_until
+from tests.e2e.services import engines, is_settled, wait_for_replicas, wait_until
 
 LIMIT_S = 240
 """Seconds for the requests that a fault breaks to end, at most."""
@@ -34,10 +34,10 @@ class Recovery:
 
 
 async def inject(service: Service, victim: str, number: signal.Signals) -> Recovery:
-    """Signal a process under load, and wait until another has taken its place and both Engines are ready.
+    """Signal a process under load, and wait until another has taken its place and all Engines are ready.
 
     Args:
-        service: A service with two Engines.
+        service: The service.
         victim: A word of the command line of the process.
         number: The signal that it is sent.
     """
@@ -62,18 +62,20 @@ async def inject(service: Service, victim: str, number: signal.Signals) -> Recov
 
 
 def wait_until_whole(service: Service) -> None:
-    """Wait until both Engines run; one may have been killed before."""
-    wait_until(lambda: len(service.pids(CORE)) == 2 and is_settled(service), news=service.news())
-    wait_for_replicas(service, 2)
+    """Wait until all Engines run; one may have been killed before."""
+    count = engines(service.config)
+    wait_until(lambda: len(service.pids(CORE)) == count and is_settled(service), news=service.news())
+    wait_for_replicas(service, count)
 
 
 def is_whole(service: Service, victim: str, gone: int, count: int) -> bool:
     """Return whether as many processes as before run, without the one that was signalled."""
     now = service.pids(victim)
-    if gone in now or len(now) != count or len(service.pids(CORE)) != 2:
+    whole = engines(service.config)
+    if gone in now or len(now) != count or len(service.pids(CORE)) != whole:
         return False
     try:
         health = httpx.get(f"{service.url}/health", timeout=30).json()
     except httpx.HTTPError:
         return False
-    return bool(health.get("models", {}).get("demo", {}).get("replicas") == 2)
+    return bool(health.get("models", {}).get("demo", {}).get("replicas") == whole)

@@ -11,10 +11,11 @@ import sys
 import tempfile
 import threading
 import uuid
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import httpx
 import psutil
@@ -65,11 +66,9 @@ class Service:
         output: The output of the launcher.
         config: The config that it was started with.
         launcher: The command that serves a config.
-        failed_starts: Messages of starts that failed at the first try; the report of the run shows them.
     """
 
     launcher: Sequence[str] = (sys.executable, "-m", "serve_app.cli", "serve")
-    failed_starts: ClassVar[list[str]] = []
 
     def __init__(
         self,
@@ -93,7 +92,7 @@ class Service:
         try:
             self._start(port, ray, metrics_ms)
         except StartError as error:
-            self.failed_starts.append(f"The first start of the service in {folder} failed: {error}")
+            warnings.warn(f"The first start of the service in {folder} failed: {error}", stacklevel=2)
             self._start(port, ray, metrics_ms)
 
     def _start(self, port: int | None, ray: str | None, metrics_ms: int) -> None:

@@ -1,10 +1,6 @@
 """The services that tests share, each a variation of configs/local.yaml."""
 
 import copy
-import functools
-import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +31,6 @@ print(json.dumps(nodes))
 """
 """Prints the addresses of the pages with Prometheus metrics; see `Service.run_python`."""
 
-QUEUE = 60
-"""Requests that each Engine of the pair lets wait: a few seconds' worth of eight sequences at once."""
-
 
 def local() -> tuple[JSON, JSON, JSON]:
     """Return configs/local.yaml, its application and its model."""
@@ -53,6 +46,11 @@ def engine(config: JSON) -> JSON:
     return next(one for one in deployments if one["name"] == "Engine:demo")
 
 
+def engines(config: JSON) -> int:
+    """Return the replicas of the demo model that a config asks for."""
+    return int(engine(config).get("num_replicas", 1))
+
+
 COUNTED = {"tokens_per_minute": 100_000}
 """The quota of the tenant `counted`: a request of `test_quotas.py` reserves some 1,900, less than a fiftieth
 of it, and uses some 1,300."""
@@ -64,13 +62,19 @@ WIDE = {"tokens_per_day": 10**9, "requests_per_minute": 10**6, "max_concurrency"
 """A quota that nothing reaches."""
 
 
-def start_shared(folder: Path) -> Service:
-    """Start the demo model and a model that is a function, one replica of each."""
+def start(folder: Path) -> Service:
+    """Start the service that tests share: one replica of the demo model and of a model that is a function."""
     config, app, model = local()
     # The order of the tiers doesn't depend on the speed of the machine.
     model["batcher"]["priority_aging_s"] = None
+    model["engine_hang_timeout_s"] = 15.0
+    use_exact_arithmetic(config)
+    # A token of 32 bits takes twice the memory.
+    model["engine"]["kv_cache_memory_bytes"] *= 2
     app["args"]["models"].append(MINILM)
-    # The demo model and the ingress have reserved what two cores have.
+    # All of it fits on any machine where Ray doesn't count cores.
+    for deployment in app["deployments"]:
+        deployment["ray_actor_options"] = {"num_cpus": 0}
     app["deployments"].append({"name": "Engine:minilm", "ray_actor_options": {"num_cpus": 0}})
     # Only requests that ask for it leave spans.
     app["args"]["telemetry"] = {"traces": {"endpoint": f"file://{folder}/spans", "sample_ratio": 0.0}}
@@ -79,71 +83,22 @@ def start_shared(folder: Path) -> Service:
     # A slow client is sent away in seconds; longer than httpx keeps an idle connection (5 s).
     config["controller_options"]["runtime_env"]["env_vars"]["SATURATE_HAPROXY_REQUEST_TIMEOUT_S"] = "8"
     # Their limits bind only the tests that use them up.
-    app["args"]["usage"] = {"quotas": {"folder": f"{folder}/quotas", "tenants": {"counted": COUNTED}}}
+    quotas = {"folder": f"{folder}/quotas", "tenants": {"counted": COUNTED}}
+    app["args"]["usage"] = {"ledger": {"folder": f"{folder}/usage"}, "quotas": quotas}
     # Ray's own period, 10 s, is long for a test that waits for metrics.
     return Service(config, folder, metrics_ms=1000)
 
 
-def start_pair(folder: Path) -> Service:
-    """Start two replicas of the Ingress and two of the demo model, for tests that do them harm."""
-    config, app, model = local()
-    model["engine_hang_timeout_s"] = 5.0
-    model["batcher"] |= {"max_queue_size": QUEUE, "goals": {"ttft_p99_s": 1.0}}
-    use_exact_arithmetic(config)
-    quotas = {"folder": f"{folder}/quotas", "tenants": dict.fromkeys(MEASURED, WIDE)}
-    app["args"]["usage"] = {"ledger": {"folder": f"{folder}/usage"}, "quotas": quotas}
+def double(service: Service) -> None:
+    """Give a service two replicas of the Ingress and of the demo model, and quotas; return once it runs."""
+    (app,) = service.config["applications"]
     for deployment in app["deployments"]:
-        # Two engines fit on any machine where Ray doesn't count cores.
-        deployment |= {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0}}
-    service = Service(config, folder)
-    try:
-        wait_for_replicas(service, 2)
-    except BaseException:
-        service.stop()
-        raise
-    return service
-
-
-class Starting:
-    """A service that starts beside the tests; on one core it starts when a test asks for it.
-
-    Args:
-        start: Starts the service in a folder.
-        folder: The folder.
-        beside: Whether it starts at once, in a thread of its own.
-    """
-
-    def __init__(
-        self,
-        start: Callable[[Path], Service],
-        folder: Path,
-        *,
-        beside: bool = len(os.sched_getaffinity(0)) > 1,
-    ) -> None:
-        self._pool = ThreadPoolExecutor(1)
-        self._start = functools.cache(lambda: self._pool.submit(start, folder))
-        if beside:
-            self._start()
-
-    def service(self) -> Service:
-        """Return the service once it is ready.
-
-        Raises:
-            StartError: It failed, and failed again.
-        """
-        return self._start().result()
-
-    def wait(self) -> None:
-        """Wait until the start has ended, well or not."""
-        self._start().exception()
-
-    def stop(self) -> Service | None:
-        """Stop the service and return it; None: it was never asked for, or could not start."""
-        if not self._start.cache_info().currsize or self._start().exception():
-            return None
-        service = self._start().result()
-        service.stop()
-        return service
+        if deployment["name"] in ("Ingress", "Engine:demo"):
+            deployment["num_replicas"] = 2
+    app["args"]["usage"]["quotas"]["tenants"] |= dict.fromkeys(MEASURED, WIDE)
+    service.deploy(service.config)
+    wait_for_replicas(service, 2)
+    wait_until(lambda: is_settled(service), news=service.news())
 
 
 def use_exact_arithmetic(config: JSON) -> None:
@@ -189,7 +144,7 @@ def wait_for_replicas(service: Service, count: int) -> None:
         # A connection was refused once while the second replicas came.
         try:
             health = httpx.get(f"{service.url}/health", timeout=30).json()
-        except httpx.TransportError:
+        except (httpx.TransportError, ValueError):
             return False
         # While no Ingress is there, HAProxy answers.
         return "models" in health and health["models"]["demo"]["replicas"] == count

@@ -12,8 +12,10 @@ from tests.e2e.fault_injection import CORE, LIMIT_S, inject, wait_until_whole
 from tests.e2e.load import Load
 from tests.e2e.service import Service
 
+pytestmark = pytest.mark.long
+
 TIMES = 5
-"""How often `make test-all` injects each fault."""
+"""How often each fault is injected."""
 
 ENGINE = "ServeReplica:llm:Engine:demo"
 INGRESS = "ServeReplica:llm:Ingress"
@@ -31,22 +33,18 @@ class Fault:
         breaks: Whether it may cause a failure that clients see, by the kind of the request and whether its
             answer had begun.
         answered: A failure that may be the answer of the process that took its place.
-        in_short: `make test` injects it too, once.
     """
 
     victim: str
     sends: signal.Signals = signal.SIGKILL
     breaks: Callable[[str, bool], bool] = lambda kind, begun: False
     answered: str = ""
-    in_short: bool = False
 
 
 FAULTS = {
     "death of the Serve controller": Fault(CONTROLLER),
     # All its requests are lost with it: HAProxy sends none of them on, since one may be the cause.
-    "death of the Ingress replica": Fault(
-        INGRESS, breaks=lambda kind, begun: True, answered="status 503", in_short=True
-    ),
+    "death of the Ingress replica": Fault(INGRESS, breaks=lambda kind, begun: True, answered="status 503"),
     "hang of the engine": Fault(CORE, signal.SIGSTOP),
     "death of the Engine replica": Fault(ENGINE),
     "death of EngineCore": Fault(CORE),
@@ -57,14 +55,9 @@ FAULTS = {
 HELD_S = 32.0
 """Seconds for which processes stand still: longer than an Engine may be silent whose process is gone."""
 
-CASES = [
-    pytest.param(name, time, marks=[] if fault.in_short and time == 0 else pytest.mark.long)
-    for time in range(TIMES)
-    for name, fault in FAULTS.items()
-]
 
-
-@pytest.mark.parametrize(("name", "time"), CASES)
+@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("time", range(TIMES))
 async def test_clients_get_their_answers(name: str, time: int, pair: Service) -> None:
     fault = FAULTS[name]
     await asyncio.to_thread(wait_until_whole, pair)
@@ -85,7 +78,6 @@ async def test_clients_get_their_answers(name: str, time: int, pair: Service) ->
     }
 
 
-@pytest.mark.long
 async def test_engines_that_stand_still_lose_no_request(pair: Service) -> None:
     await asyncio.to_thread(wait_until_whole, pair)
     engines = pair.pids(ENGINE)

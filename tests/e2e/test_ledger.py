@@ -239,20 +239,20 @@ async def test_the_ledger_is_what_vllm_counts_through_minutes_of_faults(pair: Se
     await compare(pair, faults, FAULTS_S)
 
 
-def test_the_command_sums_up_the_tenants_of_a_service(pair: Service) -> None:
+def test_the_command_sums_up_the_tenants_of_a_service(service: Service) -> None:
     headers = {"x-tenant": "table", "x-request-id": "ledger-1"}
     body = {"model": "demo", "prompt": "What is 47+28?", "max_tokens": 4, "ignore_eos": True}
     usage: JSON = httpx.post(
-        f"{pair.url}/v1/completions", json=body, headers=headers, timeout=ANSWER_S
+        f"{service.url}/v1/completions", json=body, headers=headers, timeout=ANSWER_S
     ).json()["usage"]
 
     def found() -> list[Any]:
-        arguments = ["usage", str(folder(pair)), "--format", "json"]
+        arguments = ["usage", str(folder(service)), "--format", "json"]
         rows = json.loads(CliRunner().invoke(saturate, arguments).stdout)["rows"]
         return [row for row in rows if row["tenant"] == "table"]
 
     # A look at the ledger while the call runs finds its tokens so far.
-    wait_until(lambda: ("table", "ok") in lines(pair, "tenant", "outcome"))
+    wait_until(lambda: ("table", "ok") in lines(service, "tenant", "outcome"))
     (row,) = found()
     assert (row["calls"], row["prompt_tokens"], row["output_tokens"]) == (
         1,

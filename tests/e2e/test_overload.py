@@ -20,11 +20,14 @@ from batcher.stats import percentiles
 from serve_app.api.protocol import JSON
 from serve_app.settings.completion import complete_config
 from tests.e2e.service import ROOT, Service
-from tests.e2e.services import QUEUE
+from tests.e2e.services import local
 from tests.e2e.waiting import batcher, wait_until_idle
 from tests.progress import ANSWER_S, wait_until
 
 pytestmark = pytest.mark.long
+
+QUEUE = 60
+"""Requests that wait at most: a few seconds' worth of eight sequences at once."""
 
 
 def memory_mib(service: Service) -> float:
@@ -36,6 +39,21 @@ def memory_mib(service: Service) -> float:
         except psutil.NoSuchProcess:
             continue
     return total / 2**20
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """Two Ingress replicas, and an Engine of eight sequences at once with a short queue."""
+    config, app, model = local()
+    model["batcher"] |= {"max_running": 8, "max_queue_size": QUEUE, "goals": {"ttft_p99_s": 1.0}}
+    for deployment in app["deployments"]:
+        deployment["ray_actor_options"] = {"num_cpus": 0}
+        if deployment["name"] == "Ingress":
+            deployment["num_replicas"] = 2
+    service = Service(config, tmp_path_factory.mktemp("small"))
+    yield service
+    service.stop()
+    assert service.processes() == [], "processes are left behind"
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import pytest
 from tests.e2e.fault_injection import CORE, LIMIT_S
 from tests.e2e.service import Service
 from tests.e2e.services import is_settled, wait_for_replicas, wait_until
+from tests.e2e.waiting import running
 from tests.progress import ANSWER_S
 
 BODY: dict[str, Any] = {"model": "demo", "prompt": "a", "max_tokens": 2000, "ignore_eos": True}
@@ -17,12 +18,9 @@ BODY: dict[str, Any] = {"model": "demo", "prompt": "a", "max_tokens": 2000, "ign
 pytestmark = pytest.mark.long
 
 
-def running(service: Service) -> bool:
-    models = httpx.get(f"{service.url}/stats", timeout=ANSWER_S).json()["models"]
-    return any(replica["batcher"]["running"] for replica in models["demo"]["replicas"])
-
-
-async def test_the_third_loss_is_its_result_and_it_is_not_refused_afterwards(pair: Service) -> None:
+async def test_the_third_loss_is_its_result_and_it_is_not_refused_afterwards(
+    pair: Service, http: httpx.Client
+) -> None:
     await asyncio.to_thread(wait_until, lambda: is_settled(pair))
     count = len(pair.pids(CORE))
     async with httpx.AsyncClient(base_url=pair.url, timeout=ANSWER_S) as client:
@@ -31,7 +29,7 @@ async def test_the_third_loss_is_its_result_and_it_is_not_refused_afterwards(pai
         for _ in range(3):
             # A replica whose engine has died shows its work for a moment more.
             await asyncio.to_thread(
-                wait_until, lambda: killed.isdisjoint(pair.pids(CORE)) and running(pair), LIMIT_S
+                wait_until, lambda: killed.isdisjoint(pair.pids(CORE)) and running(http), LIMIT_S
             )
             assert not asked.done()
             killed.update(pair.pids(CORE))

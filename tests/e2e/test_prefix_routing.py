@@ -3,19 +3,16 @@
 from collections import Counter
 
 import httpx
+import pytest
 
 from tests.e2e.service import Service
+from tests.e2e.services import NODES
 from tests.progress import ANSWER_S, wait_until
+
+pytestmark = pytest.mark.long
 
 PREFIXES = 10
 REPEATS = 5
-
-NODES = """
-import json, ray
-ray.init(address="auto", logging_level="ERROR")
-nodes = [f"{n['NodeManagerAddress']}:{n['MetricsExportPort']}" for n in ray.nodes() if n["Alive"]]
-print(json.dumps(nodes))
-"""
 
 
 def completed(http: httpx.Client) -> Counter[str]:
@@ -53,7 +50,6 @@ def test_prompts_with_one_prefix_go_to_one_replica_and_find_it_cached(pair: Serv
     assert [sorted(counts.values()) for counts in chosen] == [[REPEATS]] * PREFIXES
     assert len(set().union(*chosen)) == 2, "both replicas have a part of the prefixes"
     least = PREFIXES * (REPEATS - 1) * 1_280
-    # Ray's processes report every ten seconds.
     wait_until(
         lambda: cached_tokens(nodes) - before >= least,
         tell=lambda: cached_tokens(nodes) - before,

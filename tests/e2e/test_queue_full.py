@@ -21,7 +21,8 @@ async def test_a_full_queue(service: Service, http: httpx.Client) -> None:
     async with httpx.AsyncClient(base_url=service.url, timeout=ANSWER_S, limits=limits) as client:
         flood = [asyncio.ensure_future(client.post("/v1/completions", json=ENDLESS)) for _ in range(FLOOD)]
         refused, _ = await asyncio.wait(flood, return_when=asyncio.FIRST_COMPLETED)
-        assert {task.result().status_code for task in refused} == {429}
+        answers = [task.result() for task in refused]
+        assert {answer.status_code for answer in answers} == {429}, answers[0].text
         # Tenants that were active a moment ago have a share of the queue too.
         assert 4000 <= (await asyncio.to_thread(batcher, http))["queue_depth"] <= 5000
 

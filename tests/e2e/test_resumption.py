@@ -115,9 +115,9 @@ CASES: dict[str, tuple[str, JSON, str]] = {
 
 
 @pytest.fixture(scope="module")
-def results(pair: Service) -> dict[str, JSON]:
+def results(service: Service) -> dict[str, JSON]:
     asked = [{"path": path, "body": GREEDY | body, "resume": resume} for path, body, resume in CASES.values()]
-    return dict(zip(CASES, pair.run_python(SCRIPT, asked), strict=True))
+    return dict(zip(CASES, service.run_python(SCRIPT, asked), strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)

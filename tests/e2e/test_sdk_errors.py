@@ -129,11 +129,11 @@ async def test_a_stream_whose_engine_is_killed_raises(victim: str, pair: Service
     await asyncio.to_thread(wait_for_replicas, pair, count)
 
 
-async def test_a_request_whose_time_is_over_is_not_sent_again(pair: Service) -> None:
-    async with openai_client(pair) as client:
+async def test_a_request_whose_time_is_over_is_not_sent_again(service: Service) -> None:
+    async with openai_client(service) as client:
         with pytest.raises(openai.APIStatusError) as late:
             await client.chat.completions.create(model="demo", messages=conversation(), extra_headers=LATE)
-    async with anthropic_client(pair) as other:
+    async with anthropic_client(service) as other:
         with pytest.raises(anthropic.APIStatusError) as later:
             await other.messages.create(
                 model="demo", messages=conversation(), max_tokens=8, extra_headers=LATE

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tests.e2e.service import ROOT, Service
-from tests.e2e.waiting import batcher
+from tests.e2e.waiting import running
 from tests.progress import ANSWER_S, STILL_S, wait_until
 
 GONE_S = 15.0
@@ -34,7 +34,8 @@ def test_sigterm_finishes_requests_in_flight_and_leaves_no_process(
 
     asking = threading.Thread(target=ask)
     asking.start()
-    wait_until(lambda: batcher(http)["running"] == 20, every_s=0.0)
+    wait_until(lambda: running(http) == 20, every_s=0.0)
+    assert asking.is_alive()
 
     assert service.stop() == 0
 

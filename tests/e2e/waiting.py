@@ -1,4 +1,4 @@
-"""Statistics of the demo model's batcher, and waiting for them."""
+"""Statistics of the demo model's batchers, and waiting for them."""
 
 import time
 
@@ -12,6 +12,12 @@ def batcher(http: httpx.Client) -> dict[str, float]:
     (replica,) = http.get("/stats").json()["models"]["demo"]["replicas"]
     stats: dict[str, float] = replica["batcher"]
     return stats
+
+
+def running(http: httpx.Client) -> int:
+    """Return the requests that run in all replicas of the demo model."""
+    replicas = http.get("/stats").json()["models"]["demo"]["replicas"]
+    return sum(replica["batcher"]["running"] for replica in replicas)
 
 
 def wait_until_idle(http: httpx.Client, still_s: float = STILL_S) -> float:

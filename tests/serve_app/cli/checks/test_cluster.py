@@ -69,7 +69,7 @@ def test_another_version_or_none_is_a_finding(
 @pytest.mark.parametrize(
     ("address", "text", "fix"),
     [
-        (f"127.0.0.1:{free_port()}", "can't be reached", "ray start"),
+        ("127.0.0.1:6379", "can't be reached", "ray start"),
         *(
             (address, "is not the address", "HOST:6379")
             for address in ("head", "ray://head", "head:port", "http://")
