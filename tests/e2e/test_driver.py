@@ -37,24 +37,29 @@ def right(done: list[JSON], count: int = FEW) -> float:
     return sum(one == other for one, other in zip(given, expected, strict=True)) / len(expected)
 
 
-def test_over_http(service: Service, tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
-    printed = drive(service, QUESTIONS_FILE, out, "--limit", FEW, "--url", service.url, "--model", "demo")
+@pytest.fixture(scope="module")
+def over_http(service: Service, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """What the command printed for a few questions over HTTP, and the file of results."""
+    out = tmp_path_factory.mktemp("http") / "out.jsonl"
+    where = ["--url", service.url, "--model", "demo"]
+    return drive(service, QUESTIONS_FILE, out, "--limit", FEW, *where), out
+
+
+def test_over_http(over_http: tuple[str, Path]) -> None:
+    printed, out = over_http
     assert "100: 100 with a result, 0 failed" in printed
     done = rows(out)
     assert right(done) >= 0.99
-    report = json.loads((tmp_path / "out.jsonl.report.json").read_text())
+    report = json.loads(out.with_name("out.jsonl.report.json").read_text())
     assert report["this_run"]["utilization"] > 0
     assert report["output_rows"]["completion_tokens"] == sum(row["completion_tokens"] for row in done)
 
 
-def test_over_the_handle(service: Service, tmp_path: Path) -> None:
-    over_http, over_handle = tmp_path / "http.jsonl", tmp_path / "handle.jsonl"
-    few = ["--model", "demo", "--limit", FEW]
-    drive(service, QUESTIONS_FILE, over_http, "--url", service.url, *few)
-    printed = drive(service, QUESTIONS_FILE, over_handle, "--app", "llm", *few)
+def test_over_the_handle(service: Service, over_http: tuple[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    printed = drive(service, QUESTIONS_FILE, out, "--app", "llm", "--model", "demo", "--limit", FEW)
     assert "batcher" in printed
-    one, other = rows(over_http), rows(over_handle)
+    one, other = rows(over_http[1]), rows(out)
     assert right(other) >= 0.99
     assert [sorted(row) for row in other] == [sorted(row) for row in one]
     # Rounding differs with the sizes of the batches, so a doubtful sum may come out differently.
@@ -215,6 +220,7 @@ print(json.dumps({"done": done, "told": told}))
 """
 
 
+@pytest.mark.long
 def test_two_stages_of_ray_data_in_a_row(service: Service) -> None:
     found = service.run_python(TWO_STAGES)
     assert sorted(row["result"] for row in found["done"]) == [str(n + 28) for n in range(20, 30)]

@@ -77,9 +77,9 @@ def test_as_many_vectors_as_a_list_may_have_come_back_as_numbers(service: Servic
 
 
 def test_order_is_kept_over_many_batches_of_mixed_lengths(http: httpx.Client) -> None:
-    texts = [f"{n} " + "word " * (n * 37 % 90) for n in range(300)]
+    texts = [f"{n} " + "word " * (n * 37 % 90) for n in range(150)]
     together = process(http, records=texts).json()["results"]
-    for n in (0, 1, 150, 299):
+    for n in (0, 1, 75, 149):
         (alone,) = process(http, records=[texts[n]]).json()["results"]
         assert likeness(alone, together[n]) == pytest.approx(1, abs=1e-4)
 
@@ -137,7 +137,7 @@ def test_a_model_of_the_wrong_kind_says_where_it_is_served(http: httpx.Client) -
 
 
 async def test_a_record_that_can_not_start_in_time_is_not_run(service: Service, http: httpx.Client) -> None:
-    """Long texts keep the one processor busy; what comes behind them can't start within a millisecond."""
+    """Long texts keep the one processor busy for seconds: a record behind them can't start in time."""
     before = await asyncio.to_thread(batcher, http)
     long = ["word " * 250] * 2000
     async with httpx.AsyncClient(base_url=service.url, timeout=ANSWER_S) as client:
@@ -145,13 +145,13 @@ async def test_a_record_that_can_not_start_in_time_is_not_run(service: Service, 
         while (await asyncio.to_thread(batcher, http))["queue_depth"] < 500:
             assert not flood.done()
         response = await client.post(
-            "/process", json={"records": [CAT]}, headers={"x-queue-timeout-seconds": "0.001"}
+            "/process", json={"records": [CAT]}, headers={"x-queue-timeout-seconds": "0.2"}
         )
         message, param = error(response, 408)
         assert param == "records[0]"
         assert "in the time it allows" in message
         answer = await client.post(
-            "/process", json={"records": [CAT], "queue_timeout_s": 0.001, "partial": True}
+            "/process", json={"records": [CAT], "queue_timeout_s": 0.2, "partial": True}
         )
         assert answer.json()["results"] == [None]
         assert answer.json()["errors"][0]["type"] == "timeout_error"

@@ -12,8 +12,11 @@ from tests.progress import run
 MEMORY = 1 << 30
 """Bytes that a process of an engine may take for six hostile requests at once, and their neighbours."""
 
+ASKED = {"2": 700, "all": 1500}
+"""Requests at least, by the number of values for each field."""
 
-@pytest.mark.parametrize("values", ["5", pytest.param("all", marks=pytest.mark.long)])
+
+@pytest.mark.parametrize("values", ["2", pytest.param("all", marks=pytest.mark.long)])
 def test_an_engine_and_its_neighbours_outlive_every_value_of_every_field(values: str) -> None:
     done = run([sys.executable, "-m", "tests.e2e.hostile_fields", values])
     assert done.returncode == 0, done.stderr[-3000:]
@@ -30,6 +33,6 @@ def test_an_engine_and_its_neighbours_outlive_every_value_of_every_field(values:
     # vLLM keeps the fields of no other route.
     assert {*found["transfers"]} == {GENERATE, "/tokenize", "/detokenize", "/v1/messages/count_tokens"}
     # Most values are wrong, and all others have an answer.
-    assert found["asked"] > 1500
+    assert found["asked"] > ASKED[values]
     assert found["statuses"]["400"] > found["statuses"]["200"] > 100, found["statuses"]
     assert found["neighbours"] > 20

@@ -9,8 +9,8 @@ from tests.e2e.service import Service
 from tests.progress import ANSWER_S
 from tests.training.tokenizer import build_tokenizer
 
-TOKENS = 200
-STREAMS = 40
+TOKENS = 100
+STREAMS = 20
 MOST_TRIES = 50
 """Streams of which one begins with a single token, however busy the machine is."""
 
