@@ -13,7 +13,6 @@ from serve_app.api.headers import Headers
 from serve_app.api.scheduling import Scheduling, SchedulingFields, scheduling_of
 from serve_app.auth.key_store import OPEN, Caller, KeyStore
 from serve_app.ingress.body import BodyBudget, HeldBody
-from serve_app.ingress.http10 import TooLargeError, WholeAnswer
 from serve_app.ingress.pages import wants_page, with_slash
 from serve_app.telemetry.request_tracker import RequestTracker, TrackedRequest
 from serve_app.wire.frame import is_event_stream
@@ -163,11 +162,8 @@ class RequestMiddleware:
             except RequestError as error:
                 await error_response(error, path_of(scope))(scope, receive, send)
                 return
-        whole = scope.get("http_version") == "1.0"
         try:
-            await self._app(scope, receive, WholeAnswer(send, context.body).send if whole else send)
-        except TooLargeError as refused:
-            await error_response(refused.error, path_of(scope))(scope, receive, send)
+            await self._app(scope, receive, send)
         except Exception as error:
             # `fault_response` logs the stack. Starlette's own handler is in front of this middleware, where
             # an answer has no headers for other origins.

@@ -8,14 +8,13 @@
 - The client's address in X-Forwarded-For, for API keys with `allow_from`.
 - Statistics and metrics on loopback.
 - The admin socket, which gives the listening sockets away, in a folder that only this user may enter.
-- Pages of HAProxy's own in the shape of this service's errors.
+- The status of errors of HAProxy and of Ray Serve, which mean that no replica is there, and Retry-After.
 
 Ray Serve renders the configuration from a template, in one process per node. The controller's environment
 names `prepare` (`serve_app.settings.environment`), and the processes of the proxies inherit the environment:
 Ray calls `prepare` in each of them before it loads any part of Ray Serve.
 """
 
-import json
 import os
 import re
 import resource
@@ -25,7 +24,6 @@ from ipaddress import ip_network
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from serve_app.api.errors import RequestError
 from serve_app.settings.environment import OF_CONTROLLER, set_variables
 from serve_app.system.private_files import close_session, close_to_others, private_folder, token_file
 
@@ -172,7 +170,7 @@ def make_folders(environment: Mapping[str, str]) -> None:
 
 
 def with_limits(template: str, limits: ProxyLimits) -> str:
-    """Return Ray Serve's template of HAProxy's configuration with the limits and pages.
+    """Return Ray Serve's template of HAProxy's configuration with the limits and the status of errors.
 
     Raises:
         RuntimeError: It isn't the template of Ray 2.60, for which this is made.
@@ -203,7 +201,7 @@ def with_limits(template: str, limits: ProxyLimits) -> str:
         ("    bind {{ config.frontend_host }}:{{ config.frontend_port }}", guarded),
         ("    bind {{ config.grpc_frontend_host }}:{{ config.grpc_frontend_port }} proto h2", guarded),
         ("listen stats\n", f"{_TABLE}listen stats\n"),
-        (_RAYS_PAGES, "".join(_page_line(*page) for page in PAGES.items())),
+        (_RAYS_PAGES, ""),
         (_RAYS_NO_ROUTE, _NO_ROUTE),
     ):
         if template.count(old) != 1:
@@ -230,16 +228,23 @@ def _frontend_lines(limits: ProxyLimits) -> list[str]:
             f"    tcp-request connection track-sc0 {key} table saturate_addresses{unless}",
             f"    tcp-request connection reject if {{ sc0_conn_cur gt {limits.per_address} }}",
         ]
-    allow = f"hdr allow '{METHODS.replace(' ', ', ')}'"
     unknown = f"if !{{ method {METHODS} }}"
-    no_method = RequestError(405, "invalid_request_error", f"The methods of this service are {METHODS}.")
-    # HAProxy's own 502 is a 503 here; that of a replica stays.
+    plain = "{ res.hdr(content-type) -m beg text/plain }"
     lines += [
         # Ray Serve counts the lines of the log.
         f"    http-request set-log-level silent {unknown}",
-        f"    http-request return status 405 {_reply(no_method)} {allow} {unknown}",
-        f"    http-after-response set-status 503 if {{ status 502 }} {{ res.hdr({_MARK}) -m found }}",
-        f"    http-after-response del-header {_MARK}",
+        "    http-request return status 405 content-type text/plain"
+        f" string 'The methods of this service are {METHODS}.'"
+        f" hdr allow '{METHODS.replace(' ', ', ')}' {unknown}",
+        # Ray Serve's own pages are in plain text, errors of the Ingress in JSON. A 404 is of a proxy that
+        # doesn't know the application yet, a 500 of a replica that died, and may have a stack.
+        "    http-response return status 503 content-type text/plain"
+        f" string '{_AWAY}' if {{ status 404 500 }} {plain}",
+        # HAProxy's own 502 is a 503: another replica can take the request. A 502 of a replica stays.
+        "    http-response set-var(txn.answered) bool(1)",
+        "    http-after-response set-status 503 if { status 502 } !{ var(txn.answered) -m bool }",
+        f"    http-after-response set-header retry-after {RETRY_S}"
+        " if { status 503 } !{ res.hdr(retry-after) -m found }",
     ]
     return lines
 
@@ -255,34 +260,6 @@ def _number(environment: Mapping[str, str], name: str, default: int, least: int)
 
 _AWAY = "No replica of this service can take the request at this moment. Try again."
 
-
-PAGES: Mapping[int, RequestError] = {
-    400: RequestError(400, "invalid_request_error", "The request is no HTTP that HAProxy takes."),
-    408: RequestError(408, "timeout_error", "The request did not arrive in time."),
-    500: RequestError(500, "internal_error", "HAProxy failed."),
-    # A replica died while it had the request: another one can take it.
-    502: RequestError(
-        503,
-        "service_unavailable",
-        "The replica that had this request failed. Try again.",
-        retry_after_s=RETRY_S,
-    ),
-    503: RequestError(503, "service_unavailable", _AWAY, retry_after_s=RETRY_S),
-    504: RequestError(
-        504,
-        "timeout_error",
-        "No byte of the answer came in time (RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S). Send the header "
-        "`x-keep-alive`, or ask for less in one call.",
-    ),
-}
-"""The errors of HAProxy's own, by the status that HAProxy has for them.
-
-A head that HAProxy can't read, or that doesn't arrive, gets a page that can't be changed, in HTML.
-"""
-
-_MARK = "x-saturate-page"
-
-
 _RAYS_PAGES = """\
     {%- if config.error_file_path %}
     errorfile 502 {{ config.error_file_path }}
@@ -290,36 +267,17 @@ _RAYS_PAGES = """\
     errorfile 504 {{ config.error_file_path }}
     {%- endif %}
 """
-"""Ray Serve answers all three with a 500 in plain text."""
+"""Ray Serve answers all three with a 500."""
 
 _RAYS_NO_ROUTE = (
     """    http-request return status 404 content-type text/plain lf-string "Path '%[path]' not found. """
     """Ping http://.../-/routes for available routes."\n"""
 )
 
-
-def _reply(error: RequestError) -> str:
-    """Return the part of a directive with the content of an error."""
-    # Clients of Anthropic's API know an error by the outer type; others don't look at it.
-    content = json.dumps({"type": "error"} | error.body())
-    headers = "".join(f" hdr {name} {value}" for name, value in error.headers().items())
-    return f"content-type application/json string '{content}'{headers}"
-
-
-def _page_line(status: int, error: RequestError) -> str:
-    mark = "" if status == error.status else f" hdr {_MARK} 1"
-    return f"    http-error status {status} {_reply(error)}{mark}\n"
-
-
-def _return_line(error: RequestError) -> str:
-    return f"    http-request return status {error.status} {_reply(error)}\n"
-
-
 # HAProxy knows no application after its start, until Serve's controller has told it.
 _NO_ROUTE = (
-    "    {%- if backends %}\n"
-    + _return_line(RequestError(404, "not_found_error", "No application of this service has this path."))
-    + "    {%- else %}\n"
-    + _return_line(RequestError(503, "service_unavailable", _AWAY, retry_after_s=RETRY_S))
-    + "    {%- endif %}\n"
+    "    {%- if not backends %}\n"
+    f'    http-request return status 503 content-type text/plain string "{_AWAY}"\n'
+    "    {%- endif %}\n"
+    f"{_RAYS_NO_ROUTE}"
 )

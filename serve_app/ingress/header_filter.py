@@ -1,8 +1,8 @@
-"""Filter of request headers that Ray Serve would trust.
+"""What stands between the HTTP server and Ray Serve: a filter of headers, and answers for old clients.
 
 Ray Serve reads some headers by itself, before the Ingress sees the request, and trusts them: the id goes into
 the access log and to the engine as it is, and a value that is not UTF-8 ends as a 500. The variable
-`RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` puts this in front of it.
+`RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` puts the middleware in front of it.
 
 The HTTP server, uvicorn, trusts `X-Forwarded-For` of peers on the same machine, HAProxy among them, and
 puts an address from it in place of the peer's. That is off: which proxies count is a setting of the Ingress.
@@ -12,9 +12,8 @@ import os
 import re
 
 from starlette.middleware import Middleware
-from starlette.types import ASGIApp, Receive, Scope, Send
-
-from serve_app.ingress.serve_pages import ServePages
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 REQUEST_ID = b"x-request-id"
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
@@ -36,7 +35,7 @@ READ_BY_SERVE = frozenset(
 
 
 class HeaderFilter:
-    """ASGI middleware that drops harmful headers.
+    """ASGI middleware that drops harmful headers, and sends no chunks to clients of HTTP/1.0.
 
     - an id that is not 1 to 128 printable ASCII characters, for which Serve then makes one, and a second id;
     - the wish that work goes on for a client that has left;
@@ -52,7 +51,7 @@ class HeaderFilter:
             if name in WATCHED or not value.isascii():
                 scope["headers"] = _harmless(headers)
                 break
-        await self._app(scope, receive, send)
+        await self._app(scope, receive, unchunked(send) if scope.get("http_version") == "1.0" else send)
 
 
 def middlewares() -> list[Middleware]:
@@ -61,7 +60,35 @@ def middlewares() -> list[Middleware]:
     Serve calls this before it starts uvicorn, which reads from the environment whom it trusts: nobody.
     """
     os.environ["FORWARDED_ALLOW_IPS"] = ""
-    return [Middleware(HeaderFilter), Middleware(ServePages)]
+    return [Middleware(HeaderFilter)]
+
+
+def unchunked(send: Send) -> Send:
+    """Return a function that sends an answer without a length as it is; the end of the connection ends it.
+
+    uvicorn sends such an answer in chunks, whatever the client's version: a client of HTTP/1.0 takes their
+    sizes for content.
+
+    Args:
+        send: The method of uvicorn's cycle. Chunks stay where it is another function.
+    """
+    cycle = getattr(send, "__self__", None)
+    if not isinstance(cycle, RequestResponseCycle):
+        return send
+    endless = False
+
+    async def sent(message: Message) -> None:
+        nonlocal endless
+        if message["type"] == "http.response.start":
+            endless = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+            if endless:
+                cycle.chunked_encoding = False
+        elif endless:
+            # uvicorn compares the body with this length.
+            cycle.expected_content_length = len(message.get("body", b"")) + message.get("more_body", False)
+        await send(message)
+
+    return sent
 
 
 def _harmless(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

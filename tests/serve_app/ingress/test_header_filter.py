@@ -1,14 +1,17 @@
-"""Headers that are taken off before Ray Serve reads them."""
+"""What stands in front of Ray Serve: headers that are taken off, and streams for clients of HTTP/1.0."""
 
+import asyncio
 import os
 from typing import Any
 
 import pytest
+import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.api.headers import Headers
 from serve_app.ingress.header_filter import HeaderFilter, middlewares
+from tests.progress import STILL_S
 
 
 async def through(headers: Headers) -> Headers:
@@ -81,3 +84,37 @@ async def test_headers_that_serve_decodes_can_be_decoded_and_the_rest_is_untouch
             value.decode()
     tenants = [header for header in headers if header[0] == b"x-tenant"]
     assert [header for header in kept if header[0] == b"x-tenant"] == tenants
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+async def test_a_stream_comes_as_it_is_made_and_its_end_shows(version: bytes) -> None:
+    seen = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"a/b")]}
+        await send(start)
+        await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
+        await seen.wait()
+        await send({"type": "http.response.body", "body": b"data: 2\n\n", "more_body": True})
+        await send({"type": "http.response.body", "body": b"data: 3\n\n"})
+
+    filtered: Any = HeaderFilter(app)
+    # As in ray.serve._private.http_util.
+    server = uvicorn.Server(uvicorn.Config(filtered, port=0, lifespan="off", log_config=None))
+    serving = asyncio.ensure_future(server._serve())
+    async with asyncio.timeout(STILL_S):
+        while not server.started:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        reader, writer = await asyncio.open_connection(*server.servers[0].sockets[0].getsockname())
+        writer.write(b"GET / HTTP/%b\r\nhost: x\r\nconnection: close\r\n\r\n" % version)
+        head = await reader.readuntil(b"\r\n\r\n")
+        first = await reader.readuntil(b"data: 1\n\n")
+        seen.set()
+        rest = await reader.read()
+        writer.close()
+        server.should_exit = True
+        await serving
+    chunked = version == b"1.1"
+    assert (b"transfer-encoding: chunked" in head) == chunked
+    assert (first + rest == b"data: 1\n\ndata: 2\n\ndata: 3\n\n") == (not chunked)
+    assert rest.endswith(b"0\r\n\r\n" if chunked else b"data: 3\n\n")
