@@ -280,7 +280,7 @@ class Session:
             # Over HTTP a run doesn't load Ray.
             from serve_app.jobs.handle import HandleClient
 
-            return HandleClient(options.app, options.model, silence_s=options.read_timeout)
+            return HandleClient(options.app, options.model)
         return HTTPClient(
             options.url,
             model=options.model,

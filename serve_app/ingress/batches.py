@@ -16,7 +16,7 @@ from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import SchedulingFields
 from serve_app.ingress.body import HeldBody, refuse_encoding, small_body
 from serve_app.ingress.context import context_of
-from serve_app.ingress.relay import TRIES, EngineCall, Relay, RelayResponse
+from serve_app.ingress.engine_call import TRIES, EngineCall, EngineResponse, Engines
 from serve_app.ingress.status import BATCHES, deployment_stats
 from serve_app.wire.request import RelayRequest
 
@@ -58,7 +58,7 @@ class Forward:
     """
 
     def __init__(self, handle: DeploymentHandle[Any], running: Callable[[], Awaitable[int]]) -> None:
-        self._relay = Relay(handle, running)
+        self._relay = Engines(handle, running)
         self._put = handle.options(method_name="put", _by_reference=False, request_serialization="pickle")
         self._handle = handle
         self._running = running
@@ -87,28 +87,21 @@ class Forward:
         relayed = RelayRequest(request.method, path, query, headers, body, scheduling, upload=upload)
         # A request that changes something is not repeated: it may be done already.
         tries = TRIES if request.method == "GET" else 1
-        if upload:
-            return _UploadResponse(self._relay.ask, relayed, request, self._put)
-        return RelayResponse(self._relay.ask, relayed, tries=tries)
+        call = EngineCall(self._relay.ask, relayed, tries=tries)
+        return _UploadResponse(call, request, self._put) if upload else EngineResponse(call)
 
     async def stats(self) -> JSON:
         """Return the statistics of the deployment; see `deployment_stats`."""
         return await deployment_stats(BATCHES, self._handle, self._running)
 
 
-class _UploadResponse(RelayResponse):
+class _UploadResponse(EngineResponse):
     """An answer to a request whose body is sent in pieces meanwhile."""
 
-    def __init__(
-        self,
-        ask: Callable[[RelayRequest], EngineCall],
-        relayed: RelayRequest,
-        request: Request,
-        put: DeploymentHandle[Any],
-    ) -> None:
-        super().__init__(ask, relayed, tries=1)
+    def __init__(self, call: EngineCall, request: Request, put: DeploymentHandle[Any]) -> None:
+        super().__init__(call)
         self._body = request
-        self._id = relayed.upload
+        self._id = call.request.upload
         self._put = put
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -141,12 +134,12 @@ class _UploadResponse(RelayResponse):
             await self._put.remote(self._id, bytes(waiting), True)
         except ClientDisconnect:
             # The answer has no reader.
-            self._cancel()
+            self._call.release()
         except Exception as error:
-            # `_log` logs the stack of a fault; the answer tells the client.
-            self._log("an upload failed", error)
+            # `log` logs the stack of a fault; the answer tells the client.
+            self._call.log("an upload failed", error)
             self._failure = error
-            self._cancel()
+            self._call.release()
 
 
 def _hold(held: HeldBody, size: int) -> bool:

@@ -28,9 +28,9 @@ from serve_app.ingress.api_document import DOCUMENT, PAGE, VERSION, APIDocument
 from serve_app.ingress.batches import Forward
 from serve_app.ingress.body import BodyBudget, look, read_body
 from serve_app.ingress.context import RequestMiddleware, context_of
+from serve_app.ingress.engine_call import EngineCall, EngineResponse, Engines
 from serve_app.ingress.models import ServedModels
 from serve_app.ingress.pages import DOCS_HEADERS, page_routes
-from serve_app.ingress.relay import Relay, RelayResponse
 from serve_app.ingress.status import BATCHES, QUOTAS, Health, Status, Waker, deployment_stats
 from serve_app.ledger.callers import LostCalls
 from serve_app.quotas.client import Handle
@@ -86,7 +86,7 @@ class Ingress:
         self._own = Health(context.app_name, list(self._engines), profiles)
         self._health = Health(engines_app, list(self._engines), profiles) if engines_app else self._own
         self._relays = {
-            model: Relay(handle, partial(self._health.running, model))
+            model: Engines(handle, partial(self._health.running, model))
             for model, handle in self._engines.items()
         }
         self._batches = None if batch_handle is None else Forward(batch_handle, self._running(BATCHES))
@@ -228,12 +228,8 @@ class Ingress:
             quota=context.caller.key.quota if context.caller else None,
         )
         keep_alive = path in {GENERATE, PROCESS} and KEEP_ALIVE in request.headers
-        return RelayResponse(
-            self._relays[chosen].ask,
-            relayed,
-            keep_alive=keep_alive,
-            died=partial(self._lost_calls.add, chosen),
-        )
+        died = partial(self._lost_calls.add, chosen)
+        return EngineResponse(EngineCall(self._relays[chosen].ask, relayed, died=died), keep_alive=keep_alive)
 
 
 async def _not_stored(request: Request) -> Response:

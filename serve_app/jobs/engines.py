@@ -1,11 +1,10 @@
 """The Engines of the service, over deployment handles."""
 
 import asyncio
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,16 +20,8 @@ from serve_app.api.scheduling import Scheduling
 from serve_app.auth.key_store import KeyStore
 from serve_app.engine.accounts import BY_QUOTA
 from serve_app.ingress.body import look
+from serve_app.ingress.engine_call import EngineCall, Engines, unavailable
 from serve_app.ingress.models import ServedModels
-from serve_app.ingress.relay import (
-    MAX_LOST,
-    EngineCall,
-    Losses,
-    Relay,
-    died_with_it,
-    is_expected,
-    unavailable,
-)
 from serve_app.ingress.status import Health, Waker, replica_stats
 from serve_app.jobs.pacing import EngineLoad, engine_load
 from serve_app.jobs.rows import QuotaError, RowAnswer
@@ -39,8 +30,6 @@ from serve_app.settings.schema import Settings
 from serve_app.stats import ReplicaStats
 from serve_app.wire.frame import Head
 from serve_app.wire.request import RelayRequest
-
-logger = logging.getLogger("ray.serve")
 
 HEADERS = [(b"content-type", b"application/json")]
 
@@ -79,7 +68,7 @@ class EngineClient:
         self._suspects = {model: asyncio.Lock() for model in self._engines}
         self._models = ServedModels(settings.models, self._replicas, Waker(self._engines).wake, clock)
         self._relays = {
-            model: Relay(handle, partial(health.running, model)) for model, handle in self._engines.items()
+            model: Engines(handle, partial(health.running, model)) for model, handle in self._engines.items()
         }
 
     @property
@@ -124,27 +113,15 @@ class EngineClient:
             self._asked[model] -= 1
 
     async def _send(self, model: str, request: RelayRequest) -> RowAnswer:
-        losses = Losses()
-        while True:
-            call = None
-            try:
-                async with self._suspects[model] if losses.count == MAX_LOST - 1 else nullcontext():
-                    call = self._relays[model].ask(request)
-                    answer = await self._read(call)
-                if answer.status != 503 or not losses.refused():
-                    return answer
-            except RequestError:
-                raise
-            except Exception as error:
-                if is_expected(error):
-                    logger.warning("batches: an engine of %s failed with a row: %r", model, error)
-                else:
-                    logger.error("batches: a row for %s failed by a fault", model, exc_info=error)
-                if self._lost is not None and died_with_it(error):
-                    self._lost.add(model, request)
-                if not losses.add(error, call.engine if call else None):
-                    raise unavailable(error) from error
-            await losses.back_off()
+        died = None if self._lost is None else partial(self._lost.add, model)
+        call = EngineCall(self._relays[model].ask, request, died=died, alone=self._suspects[model])
+        try:
+            return await answer_of(call)
+        except RequestError:
+            raise
+        except Exception as error:
+            call.log(f"batches: a row for {model} failed", error)
+            raise unavailable(error) from error
 
     def base_of(self, model: str) -> str | None:
         """Return the model whose engines run a model or an adapter; None: it isn't served now."""
@@ -195,38 +172,27 @@ class EngineClient:
         )
         return base, request
 
-    async def _read(self, call: EngineCall) -> RowAnswer:
-        """Return the answer of an Engine.
 
-        Raises:
-            QuotaError: A quota has nothing left for the request now.
-        """
-        head: Head | None = None
-        pieces = []
-        complete = False
-        try:
-            async for piece in call:
-                head = head or piece.head
-                pieces.append(piece.body)
-                complete = complete or piece.usage is not None
-        except Exception:
-            # The answer is complete; ignore an exception raised after it.
-            if not complete:
-                raise
-        finally:
-            call.cancel()
-        if head is None or not complete:
-            raise RequestError(503, "service_unavailable", "the engine ended its answer early")
-        text = b"".join(pieces)
-        answer = await look(len(text), partial(answer_of, head, text))
-        if BY_QUOTA in head.headers:
-            raise QuotaError(
-                answer.status, "rate_limit_error", answer.message, retry_after_s=answer.retry_after_s
-            )
-        return answer
+async def answer_of(call: EngineCall) -> RowAnswer:
+    """Return the answer of an engine to a row.
+
+    Raises:
+        QuotaError: A quota has nothing left for the request now.
+        Exception: No engine could answer it; see `EngineCall.begin`.
+    """
+    try:
+        head, text = await call.whole()
+    finally:
+        call.release()
+    answer = await look(len(text), partial(parsed, head, text))
+    if BY_QUOTA in head.headers:
+        raise QuotaError(
+            answer.status, "rate_limit_error", answer.message, retry_after_s=answer.retry_after_s
+        )
+    return answer
 
 
-def answer_of(head: Head, text: bytes) -> RowAnswer:
+def parsed(head: Head, text: bytes) -> RowAnswer:
     """Return the answer with this head and body."""
     headers = {name.lower(): value for name, value in head.headers}
     retry_after_s = None

@@ -5,14 +5,17 @@ import os
 from collections.abc import Collection
 from typing import Any
 
-from serve_app.api.errors import EngineLostError, RequestError
-from serve_app.api.protocol import JSON
-from serve_app.api.scheduling import Scheduling
+from pydantic_core import to_json
+
+from serve_app.api.errors import RequestError
+from serve_app.api.facts import facts_of_call
+from serve_app.api.protocol import JSON, parse_body
+from serve_app.api.scheduling import Scheduling, SchedulingFields
 from serve_app.jobs.errors import RunError
 from serve_app.jobs.rows import RowAnswer
 from serve_app.settings.environment import MESSAGES
 from serve_app.stats import ReplicaStats
-from serve_app.system import cancellation
+from serve_app.wire.request import RelayRequest
 
 STATS_TIMEOUT_S = 10.0
 
@@ -64,41 +67,57 @@ class HandleClient:
 
     Args:
         app: The Serve application.
-        model: The model's id.
-        silence_s: Seconds after which a call without an answer fails, unless all replicas report their
-            statistics: a call behind live traffic may wait long, and a retry would go to the end of the
-            queue.
+        model: The model's id, or the id of an adapter.
 
     Raises:
         RunError: There is no cluster, or it has no such Engine.
     """
 
-    def __init__(self, app: str, model: str, *, silence_s: float = 600.0) -> None:
+    def __init__(self, app: str, model: str) -> None:
         self._app = app
-        self._silence_s = silence_s
         self._handle = engine_handle(app, model)
+        self._model = self._handle.deployment_name.partition(":")[2]
+        self._engines: Any = None
 
     async def send(
         self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
     ) -> RowAnswer:
-        """Send a call of `/generate`; if its engine is lost, send the call to another engine.
+        """Send a call of `/generate`, with the scheduling of its body.
 
         Raises:
             RequestError: The call failed.
         """
-        from serve_app.ingress.relay import Losses
+        from ray.exceptions import RayError
+        from ray.serve.exceptions import RayServeException
 
-        losses = Losses()
-        while True:
-            try:
-                return RowAnswer(200, await self._generate(body))
-            except EngineLostError as error:
-                if not losses.add(error):
-                    raise
-            except RequestError as error:
-                if error.status != 503 or not losses.refused():
-                    raise
-            await losses.back_off()
+        from serve_app.ingress.engine_call import EngineCall, Engines, is_expected, unavailable
+        from serve_app.jobs.engines import HEADERS, answer_of
+
+        if self._engines is None:
+            # This starts the handle's router, which may need the running loop.
+            self._engines = Engines(self._handle, self._running)
+        named = body.get("model")
+        fields = {name: body[name] for name in SchedulingFields.model_fields if name in body}
+        request = RelayRequest(
+            "POST",
+            endpoint,
+            b"",
+            HEADERS,
+            to_json(body),
+            parse_body(SchedulingFields, fields).scheduling(),
+            facts=facts_of_call(body),
+            adapter="" if named in (None, self._model) else named,
+            source="handle",
+        )
+        try:
+            return await answer_of(EngineCall(self._engines.ask, request))
+        except RequestError:
+            raise
+        except Exception as error:
+            if isinstance(error, RayError | RayServeException | OSError) and not is_expected(error):
+                message = f"{type(error).__name__}: {error}".splitlines()[0]
+                raise RequestError(503, "service_unavailable", message) from error
+            raise unavailable(error) from error
 
     async def replicas(self) -> list[ReplicaStats] | None:
         """Return the statistics of the Engine's replicas; None if unavailable."""
@@ -112,45 +131,6 @@ class HandleClient:
 
     async def close(self) -> None:
         """Do nothing: the handle belongs to the process."""
-
-    async def _generate(self, body: JSON) -> JSON:
-        """Send one call to one engine.
-
-        Raises:
-            EngineLostError: The engine was lost while it had the call.
-            RequestError: The call failed otherwise.
-        """
-        from ray.exceptions import RayError
-        from ray.serve.exceptions import RayServeException
-
-        from serve_app.ingress.relay import is_expected, ran_there, unavailable
-
-        # By value, that is over gRPC: Ray's object store costs the caller more CPU. Options are set here,
-        # since setting them starts the handle's router, which may need the running loop.
-        response = self._handle.options(_by_reference=False).generate.remote(body)
-        answering: asyncio.Future[JSON] = asyncio.ensure_future(response)
-        try:
-            while not (await asyncio.wait([answering], timeout=self._silence_s))[0]:
-                if not await self.replicas():
-                    raise RequestError(503, "service_unavailable", f"no answer in {self._silence_s:g} s")
-            return answering.result()
-        except asyncio.CancelledError:
-            if cancellation.is_own():
-                raise
-            raise RequestError(503, "service_unavailable", "the engine's replica was removed") from None
-        except (RequestError, EngineLostError):
-            raise
-        except Exception as error:
-            if ran_there(error):
-                raise EngineLostError from error
-            if isinstance(error, RayError | RayServeException | OSError) and not is_expected(error):
-                message = f"{type(error).__name__}: {error}".splitlines()[0]
-                raise RequestError(503, "service_unavailable", message) from error
-            raise unavailable(error) from error
-        finally:
-            if not answering.done():
-                response.cancel()
-                answering.cancel()
 
     async def _running(self) -> int:
         from ray import serve

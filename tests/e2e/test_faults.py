@@ -53,7 +53,7 @@ FAULTS = {
     "death of HAProxy": Fault(PROXY, breaks=lambda kind, begun: True, answered="status 503"),
 }
 HELD_S = 32.0
-"""Seconds for which processes stand still: longer than an Engine may be silent whose process is gone."""
+"""Seconds for which processes stand still: half of what an Engine may be silent."""
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -1,8 +1,6 @@
 """When an Engine that sends nothing is given up, and when it isn't."""
 
 import asyncio
-import socket
-import threading
 from collections.abc import AsyncIterator, Awaitable
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -11,25 +9,22 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from serve_app.api.errors import EngineLostError
-from serve_app.ingress.relay import (
-    HELD,
+from serve_app.ingress.engine_call import (
     SILENCE_S,
     TICKS,
-    EngineCall,
+    Attempt,
     EngineGoneError,
     EngineSilentError,
     EngineUnreachedError,
     is_lost,
-    process_lives,
     ran_there,
 )
-from serve_app.wire.frame import Piece
-from tests.batcher.virtual import blocked, now, virtual
+from serve_app.wire.frame import KEEPALIVE_S, Piece
+from tests.batcher.virtual import now, virtual
 from tests.serve_app.answers import KEEP_ALIVE, LOST, message
 
 T = TypeVar("T")
 LIMIT_S = 10 * SILENCE_S
-TICK_S = SILENCE_S / TICKS
 A, B = message(body=b"a"), message(body=b"b")
 
 
@@ -69,14 +64,13 @@ class Answer:
 
 
 class Replicas:
-    """Tells that engines are there or not, or that the process of one is, and counts the questions."""
+    """Tells that engines are there or not, and counts the questions."""
 
     def __init__(self, *there: bool) -> None:
         self._there = list(there)
         self.asked = 0
 
-    async def __call__(self, actor: str = "ac70") -> bool:
-        assert actor == "ac70"
+    async def __call__(self) -> bool:
         self.asked += 1
         return self._there.pop(0) if len(self._there) > 1 else self._there[0]
 
@@ -90,46 +84,34 @@ async def test_keep_alives_are_no_part_of_the_answer() -> None:
     answer = Answer()
     for said in (KEEP_ALIVE, A, KEEP_ALIVE, KEEP_ALIVE, B, None):
         answer.said.put_nowait(said)
-    assert await soon(gather(EngineCall(answer, Replicas(True)))) == [Piece(body=b"a"), Piece(body=b"b")]
+    assert await soon(gather(Attempt(answer, Replicas(True)))) == [Piece(body=b"a"), Piece(body=b"b")]
 
 
-async def gather(messages: EngineCall) -> list[Piece]:
+async def gather(messages: Attempt) -> list[Piece]:
     return [message async for message in messages]
-
-
-def asking(answer: Answer, *, served: bool = True, lives: bool = False) -> EngineCall:
-    return EngineCall(answer, Replicas(served), Replicas(lives))
 
 
 @pytest.mark.parametrize("begun", [False, True])
 @virtual
 async def test_an_engine_that_sends_nothing_is_given_up(begun: bool) -> None:
     answer = Answer()
-    asked = asking(answer)
+    asked = Attempt(answer, Replicas(True))
     if begun:
         answer.said.put_nowait(A)
         assert await soon(anext(asked)) == Piece(body=b"a")
     with pytest.raises(EngineSilentError) as caught:
         await soon(anext(asked))
-    assert SILENCE_S <= now() <= SILENCE_S + 2 * TICK_S
+    assert SILENCE_S <= now() <= SILENCE_S + 2 * KEEPALIVE_S
     assert is_lost(caught.value)
     assert ran_there(caught.value)
     assert answer.cancelled.is_set()
 
 
 @virtual
-async def test_an_engine_of_which_no_process_is_known_is_given_up() -> None:
-    answer = Answer(taken=False)
-    answer._replica_result = object()
-    with pytest.raises(EngineSilentError):
-        await soon(anext(EngineCall(answer, Replicas(True), Replicas(True))))
-
-
-@virtual
 async def test_a_request_that_a_silent_engine_has_not_taken_did_not_run_there() -> None:
     with pytest.raises(EngineUnreachedError) as caught:
-        await soon(anext(asking(Answer(taken=False), lives=True)))
-    assert SILENCE_S <= now() <= SILENCE_S + TICK_S
+        await soon(anext(Attempt(Answer(taken=False), Replicas(True))))
+    assert SILENCE_S <= now() <= SILENCE_S + KEEPALIVE_S
     assert is_lost(caught.value)
     assert not ran_there(caught.value)
 
@@ -139,13 +121,13 @@ async def test_the_silence_of_an_engine_begins_when_it_takes_the_request() -> No
     # It waits for the successor of an engine that has died, and is taken at any time after that.
     for waited in range(1, 4 * TICKS):
         answer, served = Answer(taken=False), Replicas(False)
-        call = EngineCall(answer, served, Replicas(False))
+        call = Attempt(answer, served)
         waits = asyncio.ensure_future(anext(call))
-        await asyncio.sleep((waited - 0.5) * TICK_S)
+        await asyncio.sleep((waited - 0.5) * KEEPALIVE_S)
         served._there = [True]
         answer.take()
         # The first keep-alive of an engine at work comes in half of this time.
-        await asyncio.sleep(SILENCE_S - TICK_S)
+        await asyncio.sleep(SILENCE_S - KEEPALIVE_S)
         assert not waits.done()
         answer.said.put_nowait(KEEP_ALIVE)
         answer.said.put_nowait(A)
@@ -163,54 +145,22 @@ async def test_a_request_that_is_taken_while_ray_serve_is_asked_is_not_given_up(
         await answers.wait()
         return True
 
-    call = EngineCall(answer, served, Replicas(False))
+    call = Attempt(answer, served)
     waits = asyncio.ensure_future(anext(call))
     await asked.wait()
     answer.take()
     answers.set()
-    await asyncio.sleep(TICK_S / 2)
+    await asyncio.sleep(KEEPALIVE_S / 2)
     assert not answer.cancelled.is_set()
     answer.said.put_nowait(A)
     assert await soon(waits) == Piece(body=b"a")
     call.cancel()
 
 
-@pytest.mark.parametrize("begun", [False, True])
-@virtual
-async def test_an_engine_whose_loop_is_held_is_waited_for(begun: bool) -> None:
-    answer, lives = Answer(), Replicas(True)
-    call = EngineCall(answer, Replicas(True), lives)
-    if begun:
-        answer.said.put_nowait(A)
-        await soon(anext(call))
-    waits = asyncio.ensure_future(anext(call))
-    await asyncio.sleep(4 * SILENCE_S)
-    assert not waits.done()
-    # Each look comes with a tick.
-    assert 1 < lives.asked <= 4 * TICKS
-    answer.said.put_nowait(B)
-    assert await soon(waits) == Piece(body=b"b")
-    call.cancel()
-
-
-@virtual
-async def test_an_engine_whose_process_ends_while_its_loop_is_held_is_given_up() -> None:
-    with pytest.raises(EngineSilentError):
-        await soon(anext(EngineCall(Answer(), Replicas(True), Replicas(True, True, False))))
-    assert now() == pytest.approx(SILENCE_S + 3 * TICK_S)
-
-
-@virtual
-async def test_an_engine_whose_loop_is_held_for_minutes_is_given_up() -> None:
-    with pytest.raises(EngineSilentError):
-        await soon(anext(asking(Answer(), lives=True)))
-    assert HELD * SILENCE_S <= now() <= HELD * SILENCE_S + 2 * TICK_S
-
-
 @virtual
 async def test_an_engine_that_sends_keep_alives_is_waited_for() -> None:
     answer = Answer()
-    call = asking(answer)
+    call = Attempt(answer, Replicas(True))
     waits = asyncio.ensure_future(anext(call))
     for _ in range(12):
         answer.said.put_nowait(KEEP_ALIVE)
@@ -225,7 +175,7 @@ async def test_an_engine_that_sends_keep_alives_is_waited_for() -> None:
 async def test_a_request_that_no_engine_can_have_yet_is_waited_for() -> None:
     answer, replicas = Answer(taken=False), Replicas(False, False, False, True)
     with pytest.raises(EngineUnreachedError):
-        await soon(anext(EngineCall(answer, replicas)))
+        await soon(anext(Attempt(answer, replicas)))
     assert replicas.asked == 4
 
 
@@ -244,39 +194,15 @@ async def test_an_engine_is_waited_for_while_its_state_is_unknown() -> None:
         return True
 
     # It says something while that is asked.
-    assert await soon(anext(EngineCall(answer, unknown))) == Piece(body=b"a")
+    assert await soon(anext(Attempt(answer, unknown))) == Piece(body=b"a")
     assert asked == 3
     assert not answer.cancelled.is_set()
 
 
 @virtual
-async def test_an_engine_that_is_heard_while_its_process_is_asked_is_not_given_up() -> None:
-    answer = Answer()
-    asked, answers = asyncio.Event(), asyncio.Event()
-
-    async def lives(actor: str) -> bool:
-        asked.set()
-        await answers.wait()
-        return False
-
-    call = EngineCall(answer, Replicas(True), lives)
-    piece = asyncio.ensure_future(anext(call))
-    await asked.wait()
-    answer.said.put_nowait(KEEP_ALIVE)
-    # One tick hears of the keep-alive; the look at the process ends between it and the next one.
-    await asyncio.sleep(1.5 * TICK_S)
-    answers.set()
-    await blocked()
-    assert not answer.cancelled.is_set()
-    answer.said.put_nowait(A)
-    assert await piece == Piece(body=b"a")
-    call.cancel()
-
-
-@virtual
 async def test_a_slow_client_does_not_make_an_engine_silent() -> None:
     answer = Answer()
-    asked = EngineCall(answer, Replicas(True))
+    asked = Attempt(answer, Replicas(True))
     answer.said.put_nowait(A)
     assert await soon(anext(asked)) == Piece(body=b"a")
     # The client takes its time.
@@ -290,7 +216,7 @@ async def test_an_engine_that_died_in_the_middle_is_lost() -> None:
     answer = Answer()
     answer.said.put_nowait(LOST)
     with pytest.raises(EngineLostError) as caught:
-        await soon(anext(EngineCall(answer, Replicas(True))))
+        await soon(anext(Attempt(answer, Replicas(True))))
     assert is_lost(caught.value)
 
 
@@ -298,20 +224,20 @@ async def test_other_failures_are_raised_as_they_are() -> None:
     answer = Answer()
     answer.said.put_nowait(ActorDiedError())
     with pytest.raises(ActorDiedError):
-        await soon(anext(EngineCall(answer, Replicas(True))))
+        await soon(anext(Attempt(answer, Replicas(True))))
 
 
 async def test_a_call_that_serve_ends_is_lost_and_not_the_client_s_doing() -> None:
     answer = Answer()
     answer.said.put_nowait(asyncio.CancelledError())
     with pytest.raises(EngineGoneError) as caught:
-        await soon(anext(EngineCall(answer, Replicas(True))))
+        await soon(anext(Attempt(answer, Replicas(True))))
     assert is_lost(caught.value)
 
 
 async def test_a_caller_that_is_cancelled_gets_its_cancellation() -> None:
     answer = Answer()
-    asked = EngineCall(answer, Replicas(True))
+    asked = Attempt(answer, Replicas(True))
     waits = asyncio.ensure_future(anext(asked))
     await asyncio.sleep(0)
     waits.cancel()
@@ -319,41 +245,3 @@ async def test_a_caller_that_is_cancelled_gets_its_cancellation() -> None:
         await soon(waits)
     asked.cancel()
     assert answer.cancelled.is_set()
-
-
-def entry(port: int, state: str = "ALIVE") -> dict[str, Any]:
-    """Return an entry of Ray's table of actors."""
-    return {"State": state, "Address": {"IPAddress": "127.0.0.1", "Port": port}}
-
-
-async def test_a_process_lives_if_the_kernel_accepts_a_connection_for_it() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        # Nothing takes the connections: the process is busy with something else.
-        assert await process_lives("busy", lambda actor: entry(port))
-        assert not await process_lives("dead", lambda actor: entry(port, "DEAD"))
-        assert not await process_lives("unknown", lambda actor: {})
-    assert not await process_lives("gone", lambda actor: entry(port))
-
-    def fail(actor: str) -> Any:
-        raise ConnectionError
-
-    assert not await process_lives("no table", fail)
-
-
-async def test_many_requests_share_one_look_at_a_process() -> None:
-    looks = 0
-    found = threading.Event()
-
-    def find(actor: str) -> Any:
-        nonlocal looks
-        looks += 1
-        found.wait(60)
-        return {}
-
-    asked = [asyncio.ensure_future(process_lives("shared", find)) for _ in range(50)]
-    await blocked()
-    asked.pop().cancel()
-    found.set()
-    assert not any(await asyncio.gather(*asked))
-    assert looks == 1

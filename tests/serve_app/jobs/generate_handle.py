@@ -1,15 +1,23 @@
-"""A fake deployment handle; the test decides how its calls end."""
+"""A fake deployment handle; the test decides how its calls of `/generate` end."""
 
 import asyncio
+import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
+from pydantic_core import to_json
 from ray import serve
+from ray.serve.handle import DeploymentResponseGenerator
+
+from serve_app.api.errors import RequestError
+from serve_app.wire.request import RelayRequest
+from tests.serve_app.answers import complete, refused
+from tests.serve_app.ingress.engine_doubles import PLAIN
 
 
-class Response:
+class Response(DeploymentResponseGenerator[bytes]):
     """A handle's response to a call.
 
     Attributes:
@@ -20,9 +28,20 @@ class Response:
     def __init__(self) -> None:
         self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.cancelled = False
+        self._ended = False
 
-    def __await__(self) -> Any:
-        return self.future.__await__()
+    def __aiter__(self) -> "Response":
+        return self
+
+    async def __anext__(self) -> bytes:
+        if self._ended:
+            raise StopAsyncIteration
+        try:
+            answer = complete(PLAIN, to_json(await self.future))
+        except RequestError as error:
+            answer = refused(error)
+        self._ended = True
+        return answer
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -32,22 +51,25 @@ class Handle:
     """The handle.
 
     Attributes:
-        bodies: Bodies of its calls.
+        requests: Its calls.
+        bodies: Their bodies.
         responses: Responses to its calls.
         asked: The same, for a test that waits for each.
     """
 
     def __init__(self) -> None:
+        self.deployment_name = "Engine:demo"
+        self.requests: list[RelayRequest] = []
         self.bodies: list[Any] = []
         self.responses: list[Response] = []
         self.asked: asyncio.Queue[Response] = asyncio.Queue()
-        self.generate = self
 
     def options(self, **_: Any) -> "Handle":
         return self
 
-    def remote(self, body: Any) -> Response:
-        self.bodies.append(body)
+    def remote(self, request: RelayRequest) -> Response:
+        self.requests.append(request)
+        self.bodies.append(json.loads(request.body))
         self.responses.append(Response())
         self.asked.put_nowait(self.responses[-1])
         return self.responses[-1]

@@ -21,10 +21,10 @@ from serve_app.auth.key_store import KeyStore
 from serve_app.auth.keys import hash_key
 from serve_app.client import RETRYABLE
 from serve_app.engine.accounts import BY_QUOTA
-from serve_app.ingress import relay
+from serve_app.ingress import engine_call
 from serve_app.ingress.body import LARGE_BYTES
+from serve_app.ingress.engine_call import PoisonError
 from serve_app.ingress.models import MAX_AGE_S
-from serve_app.ingress.relay import PoisonError
 from serve_app.ingress.status import Health, ModelState
 from serve_app.jobs import engines
 from serve_app.jobs.engines import EngineClient
@@ -253,7 +253,7 @@ class Dying:
 async def test_a_row_survives_two_engines_and_no_third(
     refusals: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relay, "BACKOFF_S", 0.0)
+    monkeypatch.setattr(engine_call, "BACKOFF_S", 0.0)
     engine = Engine(Dying(2, refusals))
     assert (await client_of({"demo": engine}).send(CHAT, BODY, ANNA)).status == 200
     assert len(engine.requests) == 3 + 2 * refusals
@@ -264,7 +264,7 @@ async def test_a_row_survives_two_engines_and_no_third(
 
 
 async def test_rows_that_lost_two_engines_run_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay, "BACKOFF_S", 0.0)
+    monkeypatch.setattr(engine_call, "BACKOFF_S", 0.0)
     dying = Dying(10)
     client = client_of({"demo": Engine(dying)})
     answers = await asyncio.gather(*(client.send(CHAT, BODY, ANNA) for _ in range(5)))

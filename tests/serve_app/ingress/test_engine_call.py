@@ -11,20 +11,25 @@ from typing import Any
 import grpc
 import pytest
 from ray import ActorID
-from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
 from ray.serve.handle import DeploymentResponseGenerator
 from starlette.types import Message, Send
 
-from serve_app.api.errors import RequestError, engine_failed
+from serve_app.api.errors import EngineLostError, RequestError, engine_failed
 from serve_app.ingress.body import BodyBudget
 from serve_app.ingress.context import RequestContext, context_of
-from serve_app.ingress.relay import (
+from serve_app.ingress.engine_call import (
     BACKOFF_S,
     LONG_S,
     TRIES,
+    Attempt,
     EngineCall,
-    Losses,
-    RelayResponse,
+    EngineGoneError,
+    EngineResponse,
+    EngineUnreachedError,
+    back_off,
+    is_lost,
+    ran_there,
 )
 from serve_app.wire.frame import DONE, KEEPALIVE_S, Head, ResumeMode, to_ids
 from serve_app.wire.request import RelayRequest
@@ -78,16 +83,25 @@ async def served() -> bool:
 
 @dataclass
 class Engines:
-    """The replicas that one request meets, in this order; the last one answers all that follow."""
+    """The replicas that one request meets, in this order; the last one answers all that follow.
+
+    Attributes:
+        actors: Their ids, the last one for all that follow; none: they aren't known.
+    """
 
     scripts: list[Script]
+    actors: str = ""
     asked: list[RelayRequest] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
 
-    def ask(self, request: RelayRequest) -> EngineCall:
-        self.answers.append(Answer(self.scripts[min(len(self.asked), len(self.scripts) - 1)]))
+    def ask(self, request: RelayRequest) -> Attempt:
+        result: Any = Answer(self.scripts[min(len(self.asked), len(self.scripts) - 1)])
+        if self.actors:
+            actor = self.actors[min(len(self.asked), len(self.actors) - 1)]
+            result._replica_result = SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda: actor))
+        self.answers.append(result)
         self.asked.append(request)
-        return EngineCall(self.answers[-1], served)
+        return Attempt(result, served)
 
 
 @dataclass
@@ -140,7 +154,7 @@ async def reply(
     received = Reply()
     scope = scope_of()
     noted: list[RelayRequest] = [] if died is None else died
-    response = RelayResponse(engines.ask, request, died=noted.append)
+    response = EngineResponse(EngineCall(engines.ask, request, died=noted.append))
     await response(scope, no_body, take or received.take)
     received.usage = context_of(scope).usage
     assert take is not None or received.ended
@@ -241,26 +255,17 @@ async def test_an_engine_that_dies_refuses_for_a_while_and_its_loss_is_not_forgo
 
 @virtual
 async def test_the_tries_of_one_engine_that_is_lost_each_time_are_bounded() -> None:
-    engines = Engines([[LOST]])
-
-    def ask(request: RelayRequest) -> EngineCall:
-        call = engines.ask(request)
-        same: Any = engines.answers[-1]
-        same._replica_result = SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda: "ac70"))
-        return call
-
-    received = Reply()
-    request = RelayRequest("POST", "/v1/completions", b"", [], b"{}")
-    await RelayResponse(ask, request)(scope_of(), no_body, received.take)
-    assert received.status == 503
+    engines = Engines([[LOST]], actors="a")
+    assert (await reply(engines)).status == 503
     assert len(engines.asked) == TRIES
 
 
-def test_an_engine_is_lost_once_and_takes_the_request_again_a_few_times_at_most() -> None:
-    losses = Losses()
-    assert [losses.add(DEAD, "one") for _ in range(TRIES + 1)] == [True] * TRIES + [False]
-    assert losses.count == 1
-    assert losses.add(DEAD, "two")
+@virtual
+async def test_an_engine_that_takes_a_request_again_while_it_ends_is_lost_once() -> None:
+    assert (await reply(Engines([[DEAD]] * 4 + [[ANSWER]], actors="aabac"))).status == 200
+    engines = Engines([[DEAD]], actors="aababc")
+    assert (await reply(engines)).status == 500
+    assert len(engines.asked) == 6
 
 
 @virtual
@@ -316,7 +321,7 @@ async def test_nothing_is_tried_for_a_client_that_has_left() -> None:
 @virtual
 async def test_nothing_runs_before_the_answer_begins() -> None:
     engines = Engines([[ANSWER]])
-    RelayResponse(engines.ask, RelayRequest("POST", "/generate", b"", [], b"{}"))
+    EngineResponse(EngineCall(engines.ask, RelayRequest("POST", "/generate", b"", [], b"{}")))
     await blocked()
     assert engines.asked == []
 
@@ -349,7 +354,9 @@ async def test_spaces_come_before_an_answer_that_takes_long(script: Script, stat
     received = Reply()
     scope = scope_of()
     request = RelayRequest("POST", "/generate", b"", [], b"{}")
-    response = RelayResponse(lambda _: EngineCall(LateAnswer(script), served), request, keep_alive=True)
+    response = EngineResponse(
+        EngineCall(lambda _: Attempt(LateAnswer(script), served), request), keep_alive=True
+    )
     await response(scope, no_body, received.take)
     assert received.ended
     assert received.status == 200
@@ -370,7 +377,7 @@ async def test_an_answer_that_comes_soon_keeps_its_status(script: Script, status
     received = Reply()
     scope = scope_of()
     request = RelayRequest("POST", "/generate", b"", [], b"{}")
-    await RelayResponse(engines.ask, request, keep_alive=True)(scope, no_body, received.take)
+    await EngineResponse(EngineCall(engines.ask, request), keep_alive=True)(scope, no_body, received.take)
     assert received.status == status
     assert received.body.startswith(b"{")
     assert context_of(scope).status == 0
@@ -381,7 +388,7 @@ async def test_a_client_that_leaves_ends_a_call_that_is_kept_alive() -> None:
     answer = LateAnswer([ANSWER])
     received = Reply()
     request = RelayRequest("POST", "/generate", b"", [], b"{}")
-    response = RelayResponse(lambda _: EngineCall(answer, served), request, keep_alive=True)
+    response = EngineResponse(EngineCall(lambda _: Attempt(answer, served), request), keep_alive=True)
     task = asyncio.ensure_future(response(scope_of(), no_body, received.take))
     await asyncio.sleep(1.5 * KEEPALIVE_S)
     assert received.body == b" "
@@ -564,7 +571,56 @@ async def test_an_answer_that_can_not_be_sent_is_no_failure_of_its_engine(
 
     request = RelayRequest("POST", "/v1/completions", b"", [], b'{"prompt": "x"}')
     with pytest.raises(type(failure)):
-        await RelayResponse(engines.ask, request)(scope_of(), no_body, send)
+        await EngineResponse(EngineCall(engines.ask, request))(scope_of(), no_body, send)
     assert len(engines.asked) == 1
     assert engines.answers[0].left
     assert not caplog.records
+
+
+# Errors of calls
+
+
+class RpcError(grpc.RpcError):  # type: ignore[misc]
+    """An error of a gRPC call with a status."""
+
+    def __init__(self, status: grpc.StatusCode) -> None:
+        self._status = status
+
+    def code(self) -> grpc.StatusCode:
+        return self._status
+
+
+@pytest.mark.parametrize(
+    ("error", "lost", "ran"),
+    [
+        (ActorDiedError(), True, True),
+        (RayActorError(), True, True),
+        (EngineLostError(), True, True),
+        (EngineUnreachedError(), True, False),
+        (EngineGoneError(), True, False),
+        (RpcError(grpc.StatusCode.UNAVAILABLE), True, True),
+        (RpcError(grpc.StatusCode.INTERNAL), True, True),
+        (RpcError(grpc.StatusCode.CANCELLED), True, False),
+        (RpcError(grpc.StatusCode.INVALID_ARGUMENT), False, False),
+        (grpc.RpcError(), False, False),
+        (RequestError(400, "invalid_request_error", "wrong"), False, False),
+        (ValueError("wrong"), False, False),
+    ],
+    ids=lambda value: repr(value) if isinstance(value, bool) else type(value).__name__,
+)
+def test_an_error_tells_whether_the_replica_is_gone_and_had_the_request(
+    error: Exception, lost: bool, ran: bool
+) -> None:
+    assert (is_lost(error), ran_there(error)) == (lost, ran)
+
+
+@pytest.mark.parametrize("tried", [1, 2, 3])
+@virtual
+async def test_the_wait_doubles_with_each_try_and_is_spread(tried: int) -> None:
+    waits = []
+    for _ in range(50):
+        before = now()
+        await back_off(tried)
+        waits.append(now() - before)
+    mean = BACKOFF_S * 2 ** (tried - 1)
+    assert mean / 2 <= min(waits) < max(waits) <= 1.5 * mean + 1e-9
