@@ -24,7 +24,7 @@ from serve_app.settings.schema import Settings
 from serve_app.settings.user_config import UserConfig
 from serve_app.stats import ServiceHealth, ServiceStats
 from serve_app.telemetry import catalogue
-from tests import limits
+from tests import limits, openapi
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "serve_app/docs"
@@ -252,6 +252,7 @@ PAGES: Mapping[Path, Callable[[], str]] = {
     DOCS / "reference/metrics.md": metrics,
     DOCS / "reference/stats.md": statistics,
     DOCS / "explain/source-map.md": source_map,
+    openapi.FILE: openapi.made,
 }
 """The generated pages, and what makes each."""
 

@@ -1,6 +1,5 @@
 """The Engine deployment: a language model and its batcher, behind a handle."""
 
-import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -222,10 +221,6 @@ class Engine(Replica):
             adapters=self._engine.adapters.report(),
             **turn,
         )
-
-    async def describe(self) -> JSON:
-        """Return the version of vLLM, and the OpenAPI document of its routes that clients may call."""
-        return await asyncio.to_thread(self._engine.describe)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the tokens that this replica holds; Serve calls the method by this name."""

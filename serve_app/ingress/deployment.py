@@ -24,7 +24,7 @@ from serve_app.auth import bind_check
 from serve_app.auth.key_store import KeyStore
 from serve_app.ingress import batches
 from serve_app.ingress.admin import Admin
-from serve_app.ingress.api_document import DOCUMENT, PAGE, VERSION, APIDocument
+from serve_app.ingress.api_document import DOCUMENT, PAGE, VERSION, APIDocument, versions
 from serve_app.ingress.batches import Forward
 from serve_app.ingress.body import BodyBudget, look, read_body
 from serve_app.ingress.context import RequestMiddleware, context_of
@@ -92,7 +92,7 @@ class Ingress:
         self._batches = None if batch_handle is None else Forward(batch_handle, self._running(BATCHES))
         self._telemetry = IngressTelemetry(settings.telemetry, context.replica_tag)
         self._bodies = BodyBudget(settings.ingress.bytes_in_flight)
-        self._document = APIDocument(settings, self._engines, self._health.running)
+        self._document = APIDocument(settings, list(self._engines))
         self._lost_calls = LostCalls(settings.usage, context.replica_tag)
         self._access = KeyStore(settings.access, quotas=quotas is not None) if settings.access else None
         if self._access:
@@ -166,13 +166,13 @@ class Ingress:
             self._access.check()
 
     async def _versions(self, request: Request) -> Response:
-        return JSONResponse(await self._document.versions())
+        return JSONResponse(versions())
 
     async def _describe(self, request: Request) -> Response:
         prefix: str = request.scope.get("root_path", "")
         if path_of(request.scope) == PAGE:
-            return HTMLResponse(await self._document.page(prefix), headers=DOCS_HEADERS)
-        return Response(await self._document.text(prefix), media_type="application/json")
+            return HTMLResponse(self._document.page(prefix), headers=DOCS_HEADERS)
+        return Response(self._document.text(prefix), media_type="application/json")
 
     def _running(self, deployment: str) -> Callable[[], Awaitable[int]]:
         return partial(self._own.running_other, deployment)

@@ -5,10 +5,8 @@ import json
 from collections.abc import Awaitable, Collection, Mapping
 from typing import Any
 
-import vllm
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
-from fastapi.openapi.utils import get_openapi
 from prometheus_fastapi_instrumentator.middleware import PrometheusInstrumentatorMiddleware
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -19,8 +17,7 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from serve_app.api.errors import RequestError
-from serve_app.api.protocol import JSON
-from serve_app.api.routes import CLASSIFY, EMBEDDINGS, GENERATE, MOVED, OPENAI, SCORE, TOKENIZING
+from serve_app.api.routes import CLASSIFY, EMBEDDINGS, GENERATE, SCORE
 from serve_app.api.validation import mistake
 from serve_app.engine.vllm.client import GatedLLM
 from serve_app.engine.vllm.refusal import answer_faults
@@ -164,20 +161,3 @@ def served_routes(app: FastAPI, tasks: Collection[str]) -> set[str]:
         if getattr(app.state, part, None) is None:
             routes -= set(paths)
     return routes | {GENERATE} if "generate" in tasks else routes
-
-
-def describe_application(app: FastAPI, served: Collection[str]) -> JSON:
-    """Return vLLM's version, and the OpenAPI document of those of its routes that clients may call.
-
-    Args:
-        app: Its application.
-        served: The routes that the model serves; see `served_routes`.
-    """
-    public = {MOVED.get(path, path) for path in (*OPENAI, *TOKENIZING)} & set(served)
-    routes = [route for route in app.router.routes if getattr(route, "path", "") in public]
-    document = get_openapi(title="vLLM", version=vllm.__version__, openapi_version="3.1.0", routes=routes)
-    for operations in document.get("paths", {}).values():
-        for operation in operations.values():
-            # vLLM answers a wrong field with a 400.
-            operation["responses"].pop("422", None)
-    return {"vllm": vllm.__version__, "generates": GENERATE in served, "openapi": document}

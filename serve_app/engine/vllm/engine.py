@@ -3,9 +3,9 @@
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from starlette.types import ASGIApp
@@ -17,7 +17,7 @@ from serve_app.engine.adapters import AdapterFiles
 from serve_app.engine.door import Door, EngineLanes
 from serve_app.engine.grammars import Grammars
 from serve_app.engine.vllm import seams
-from serve_app.engine.vllm.application import build_application, describe_application
+from serve_app.engine.vllm.application import build_application
 from serve_app.engine.vllm.client import GatedLLM
 from serve_app.engine.vllm.generate import GenerateCalls
 from serve_app.engine.vllm.grammar_compiler import compiler
@@ -95,14 +95,10 @@ class VLLMEngine:
         adapters: The LoRA adapters.
         door: Admits jobs.
         generate: The work of `/generate`, once the engine has started.
-        describe: Describes vLLM's application as `describe_application` does, once the engine has started;
-            the first call takes a second.
 
     Raises:
         SettingsError: vLLM has no such option.
     """
-
-    describe: Callable[[], JSON]
 
     def __init__(
         self,
@@ -265,7 +261,6 @@ class VLLMEngine:
         self._started = True
         await self._texts.start()
         app, routes = await build_application(self.llm, self._args)
-        self.describe = cache(partial(describe_application, app, routes))
         self.generate = GenerateCalls(self.llm, self.adapters, app.state.online_renderer, self._defaults)
         # vLLM asks the environment for its settings several times per request.
         seams.enable_envs_cache()

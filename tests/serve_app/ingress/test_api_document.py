@@ -1,7 +1,6 @@
 """The OpenAPI document of the routes that are served, its page, and the versions."""
 
 import base64
-import copy
 import hashlib
 import importlib.metadata
 import json
@@ -17,15 +16,16 @@ import yaml
 from starlette.routing import Route
 
 from serve_app.api.protocol import JSON, GenerateRequest
-from serve_app.api.routes import GENERATION, MOVED, OPENAI, POOLING, SPEECH, TOKENIZING
+from serve_app.api.routes import CLASSIFY, EMBEDDINGS, GENERATION, POOLING, SCORE, SPEECH, TOKENIZING
 from serve_app.auth.keys import hash_key
-from serve_app.ingress.api_document import RETRY_S, APIDocument
+from serve_app.ingress.api_document import FILE, vllm_version
 from serve_app.ingress.batches import ROUTES
 from serve_app.ingress.deployment import NOT_STORED, Ingress
 from serve_app.ingress.pages import FILES
 from serve_app.ingress.status import ModelState
 from serve_app.jobs.routes import BatchAPI
 from serve_app.settings.schema import parse
+from tests.openapi import vllm_part
 from tests.pages import read
 from tests.serve_app.ingress.engine_doubles import Engine, check_error, echo, health
 from tests.serve_app.ingress.test_pages import Reader
@@ -37,74 +37,23 @@ LIMIT_S = 20.0
 OF_PAGE = {*FILES, "/stats.html"} - {"/"}
 """Routes for browsers: the parts of the page, which the document leaves out."""
 
-VLLM = {MOVED.get(path, path) for path in (*OPENAI, *TOKENIZING)}
-"""Routes of vLLM's application that clients reach, as vLLM names them."""
-
-
-def description(*paths: str, generates: bool = True, **fields: Any) -> JSON:
-    """Return an Engine's description of vLLM's application."""
-    body = {"$ref": "#/components/schemas/Body"}
-    operation = {
-        "summary": "of vLLM",
-        "requestBody": {"content": {"application/json": {"schema": body}}},
-        "responses": {"200": {"description": "Successful Response"}},
-    }
-    schema = {"type": "object", "properties": fields or {"mine": {"type": "string"}}}
-    return {
-        "vllm": "0.32.7",
-        "generates": generates,
-        "openapi": {
-            "paths": {path: {"post": operation | {"operationId": path}} for path in paths or VLLM},
-            "components": {"schemas": {"Body": schema}},
-        },
-    }
-
-
-class Telling(Engine):
-    """The handle of an Engine that describes its application.
-
-    Attributes:
-        description: The description; an exception is raised.
-        asked_for_it: How often it was asked.
-    """
-
-    def __init__(self, description: JSON | Exception) -> None:
-        super().__init__(echo)
-        self.description = description
-        self.asked_for_it = 0
-
-    def options(self, **options: Any) -> Any:
-        return Question(self) if options.get("method_name") == "describe" else super().options(**options)
-
-
-class Question:
-    """The handle's method `describe`."""
-
-    def __init__(self, engine: Telling) -> None:
-        self._engine = engine
-
-    async def remote(self) -> JSON:
-        self._engine.asked_for_it += 1
-        if isinstance(self._engine.description, Exception):
-            raise self._engine.description
-        return copy.deepcopy(self._engine.description)
-
 
 class Site:
-    """An Ingress in front of Engines that describe themselves.
+    """An Ingress in front of models.
 
     Attributes:
         app: Its application.
         http: A client.
     """
 
-    def __init__(self, engines: dict[str, Telling], health: dict[str, ModelState], **settings: Any) -> None:
-        models = [{"id": name, "source": "x", **settings.pop(name, {})} for name in engines]
-        models += settings.pop("functions", [])
+    def __init__(self, health: dict[str, ModelState], *models: JSON, **settings: Any) -> None:
+        models = models or ({"id": "demo", "source": "x"},)
         health |= {model["id"]: ModelState(1, asleep=False, awaits="") for model in models}
-        handles: Any = engines | {model["id"]: Engine(echo) for model in models if "target" in model}
+        handles: Any = {model["id"]: Engine(echo) for model in models}
         batches: Any = Engine(echo) if "batches" in settings else None
-        self.app = Ingress(parse({"models": models, **settings}), handles, batches).__serve_build_asgi_app__()
+        self.app = Ingress(
+            parse({"models": list(models), **settings}), handles, batches
+        ).__serve_build_asgi_app__()
         transport = httpx.ASGITransport(self.app)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://saturate", timeout=LIMIT_S)
 
@@ -130,10 +79,10 @@ def full(folder: Path, health: dict[str, ModelState]) -> Site:
         yaml.safe_dump([{"name": "chief", "sha256": hash_key(KEY.encode()), "tenant": "t", "admin": True}])
     )
     site = Site(
-        {"demo": Telling(description())},
         health,
-        demo={"adapters_folder": "/shared"},
-        functions=[{"id": "embed", "kind": "function", "target": "a:B", "embeddings": True}],
+        {"id": "demo", "source": "x", "adapters_folder": "/shared"},
+        {"id": "embed", "kind": "function", "target": "a:B", "embeddings": True},
+        {"id": "rank", "source": "x", "engine": {"runner": "pooling"}},
         access={"keys_file": str(folder / "keys.yaml")},
         batches={"folder": str(folder / "b")},
         usage={"ledger": {"folder": str(folder / "u")}},
@@ -158,7 +107,8 @@ async def test_the_document_has_exactly_the_routes_that_are_served(
 ) -> None:
     site = full(tmp_path, health)
     document = await site.document()
-    assert operations(document) == served(site)
+    # Whether a model hears isn't in its settings.
+    assert operations(document) == {one for one in served(site) if one[1] not in SPEECH}
     for method, path in operations(document):
         response = await site.http.request(method, path.format(id="x", model="demo"), json={})
         assert response.status_code not in {404, 405}, (method, path, response.text)
@@ -172,7 +122,7 @@ async def test_every_route_is_in_the_table_of_the_page(health: dict[str, ModelSt
     prefixes = ("/v1/files", "/v1/batches")
     missing = {path for _, path in documented if path not in named and not path.startswith(prefixes)}
     assert missing == set()
-    assert named - {path for _, path in documented} == OF_PAGE
+    assert named - {path for _, path in documented} == {*OF_PAGE, *SPEECH}
 
 
 def test_the_routes_of_files_and_batches_are_those_of_their_deployment() -> None:
@@ -183,7 +133,7 @@ def test_the_routes_of_files_and_batches_are_those_of_their_deployment() -> None
 
 
 async def test_a_plain_service_has_no_routes_of_what_is_off(health: dict[str, ModelState]) -> None:
-    site = Site({"demo": Telling(description(*GENERATION, "/tokenize", "/detokenize"))}, health)
+    site = Site(health)
     document = await site.document()
     paths = set(document["paths"])
     assert paths >= {*GENERATION, *TOKENIZING, "/generate", "/v1/models", "/health", "/ping", "/version"}
@@ -193,86 +143,33 @@ async def test_a_plain_service_has_no_routes_of_what_is_off(health: dict[str, Mo
 
 
 async def test_vllm_s_routes_have_vllm_s_schema_and_ours_have_ours(health: dict[str, ModelState]) -> None:
-    site = Site({"demo": Telling(description())}, health)
+    site = Site(health)
     document = await site.document()
-    for path in (*OPENAI, *TOKENIZING):
-        assert document["paths"][path]["post"]["summary"] == "of vLLM"
     schemas = document["components"]["schemas"]
-    assert set(schemas["Body"]["properties"]) == {"mine"}
+    assert {"messages", "max_completion_tokens"} <= set(schemas["ChatCompletionRequest"]["properties"])
     assert set(schemas["GenerateRequest"]["properties"]) == set(GenerateRequest.model_fields)
     ids = [operation["operationId"] for found in document["paths"].values() for operation in found.values()]
     assert len(ids) == len(set(ids))
 
 
-async def test_schemas_of_two_models_that_differ_have_two_names(health: dict[str, ModelState]) -> None:
-    one = Telling(description("/v1/completions"))
-    other = Telling(description("/v1/embeddings", generates=False, yours={"type": "integer"}))
-    document = await Site({"a": one, "b": other}, health).document()
-
-    def fields(path: str) -> set[str]:
-        body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
-        return set(document["components"]["schemas"][body["$ref"].rpartition("/")[2]]["properties"])
-
-    assert (fields("/v1/completions"), fields("/v1/embeddings")) == ({"mine"}, {"yours"})
-
-
-async def test_a_model_that_has_not_started_hides_no_schema_of_one_that_has(
-    health: dict[str, ModelState],
-) -> None:
-    engines = {"a": Telling(ConnectionError("gone")), "b": Telling(description("/v1/completions"))}
-    paths = (await Site(engines, health).document())["paths"]
-    assert paths["/v1/completions"]["post"]["summary"] == "of vLLM"
-    assert "has not started" in paths["/v1/chat/completions"]["post"]["summary"]
-
-
 async def test_a_model_that_pools_has_no_generate(health: dict[str, ModelState]) -> None:
-    engine = Telling(description("/v1/embeddings", generates=False))
-    assert "/generate" not in (await Site({"a": engine}, health).document())["paths"]
+    document = await Site(health, {"id": "a", "source": "x", "engine": {"convert": "embed"}}).document()
+    assert set(document["paths"]) >= {EMBEDDINGS, *SCORE, *TOKENIZING}
+    assert not set(document["paths"]) & {*GENERATION, *CLASSIFY, "/generate"}
 
 
-async def test_an_engine_is_asked_once_and_a_model_that_sleeps_is_not_started(
-    health: dict[str, ModelState],
-) -> None:
-    now = 0.0
-    engine = Telling(description("/v1/completions"))
-    settings = parse({"models": [{"id": "demo", "source": "x"}]})
-    there = 0
-
-    async def running(model: str) -> int:
-        return there
-
-    document = APIDocument(settings, {"demo": engine}, running, lambda: now)
-    before = json.loads(await document.text(""))
-    assert engine.asked_for_it == 0
-    assert set(before["paths"]) >= {*GENERATION, *TOKENIZING, "/generate"}
-    assert "has not started" in before["paths"]["/v1/completions"]["post"]["summary"]
-    there = 1
-    # Not asked again at once.
-    assert json.loads(await document.text("")) == before
-    now += RETRY_S
-    after = json.loads(await document.text(""))
-    assert after["paths"]["/v1/completions"]["post"]["summary"] == "of vLLM"
-    assert not {"/v1/chat/completions", "/v1/responses"} & set(after["paths"])
-    for _ in range(3):
-        now += RETRY_S
-        await document.text("")
-        await document.page("")
-        await document.versions()
-    assert engine.asked_for_it == 1
-
-
-async def test_an_engine_that_does_not_answer_is_asked_again_later(health: dict[str, ModelState]) -> None:
-    site = Site({"demo": Telling(ConnectionError("gone"))}, health)
-    assert "/v1/completions" in (await site.document())["paths"]
-    assert (await site.http.get("/version")).status_code == 200
+def test_vllm_s_part_of_the_file_is_that_of_the_installed_version(vllm_app: JSON) -> None:
+    found = json.loads(FILE.read_text())
+    assert found["version"] == vllm_version()
+    assert found["vllm"] == vllm_part(vllm_app["openapi"])
 
 
 async def test_versions(health: dict[str, ModelState]) -> None:
-    site = Site({"demo": Telling(description())}, health)
+    site = Site(health)
     assert (await site.http.get("/version")).json() == {
         # As vLLM answers.
-        "version": "0.32.7",
-        "vllm": "0.32.7",
+        "version": vllm_version(),
+        "vllm": vllm_version(),
         "saturate": importlib.metadata.version("saturate"),
         "ray": ray.__version__,
     }
@@ -280,7 +177,7 @@ async def test_versions(health: dict[str, ModelState]) -> None:
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
 async def test_ping_is_health(health: dict[str, ModelState], method: str) -> None:
-    site = Site({"demo": Telling(description())}, health)
+    site = Site(health)
     assert (await site.http.request(method, "/ping")).status_code == 200
     health["demo"] = ModelState(0, asleep=False, awaits="a replica")
     response = await site.http.request(method, "/ping")
@@ -323,12 +220,12 @@ async def test_the_page_shows_the_document_and_loads_nothing(
     for method, path in operations(await site.document()):
         assert f"{method} {path}" in reader.text
     (part,) = re.findall(r'<section id="post_v1_completions">.*?</section>', response.text, re.DOTALL)
-    assert "mine" in part
+    assert "max_tokens" in part
     assert all(name in reader.text for name in GenerateRequest.model_fields)
 
 
 async def test_a_prefix_is_told(health: dict[str, ModelState]) -> None:
-    site = Site({"demo": Telling(description())}, health)
+    site = Site(health)
     transport = httpx.ASGITransport(site.app, root_path="/guarded")
     async with httpx.AsyncClient(transport=transport, base_url="http://saturate") as http:
         document = (await http.get("/guarded/openapi.json")).json()
@@ -340,7 +237,7 @@ async def test_a_prefix_is_told(health: dict[str, ModelState]) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/models/", "/v1/models//", "/v1/models/demo/", "/health/", "/stats/"])
 async def test_a_slash_at_the_end_changes_nothing(health: dict[str, ModelState], path: str) -> None:
-    site = Site({"demo": Telling(description())}, health)
+    site = Site(health)
     response, same = await site.http.get(path), await site.http.get(path.rstrip("/"))
     assert (response.status_code, response.json()) == (200, same.json())
 
@@ -359,6 +256,6 @@ async def test_a_slash_at_the_end_changes_nothing(health: dict[str, ModelState],
 async def test_an_answer_that_a_client_takes_for_stored_is_said_not_to_be(
     health: dict[str, ModelState], method: str, path: str
 ) -> None:
-    site = Site({"demo": Telling(description())}, health)
+    site = Site(health)
     message = check_error(await site.http.request(method, path), 404, "not_found_error", "store")
     assert "not stored" in message

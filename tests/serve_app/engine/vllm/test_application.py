@@ -9,13 +9,12 @@ from typing import Any
 
 import httpx
 import pytest
-import vllm
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.serve.exception_handling.handlers.exception import exception_handler
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from serve_app.engine.vllm.application import RESPONSES, InputInPieces, describe_application
+from serve_app.engine.vllm.application import RESPONSES, InputInPieces
 from serve_app.settings.sources import DEMO_MODEL
 from tests.serve_app.engine.pooling_application import LIMIT_S, Application
 
@@ -31,17 +30,6 @@ async def application() -> AsyncIterator[Application]:
 async def test_only_the_routes_of_the_tasks_are_served(application: Application) -> None:
     assert "/v1/embeddings" in application.routes
     assert not {"/generate", "/v1/completions"} & application.routes
-
-
-async def test_its_description_has_the_routes_that_clients_may_call(application: Application) -> None:
-    found = describe_application(application.app, application.routes)
-    assert (found["vllm"], found["generates"]) == (vllm.__version__, False)
-    scores = {"/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"}
-    document = found["openapi"]
-    assert set(document["paths"]) == {"/v1/embeddings", "/tokenize", "/detokenize", *scores}
-    assert "input" in document["components"]["schemas"]["EmbeddingCompletionRequest"]["properties"]
-    statuses = {status for path in document["paths"].values() for status in path["post"]["responses"]}
-    assert "422" not in statuses
 
 
 async def test_an_unknown_path_has_an_error_of_openai_s_shape(application: Application) -> None:
