@@ -18,6 +18,7 @@ from k8s import helm
 from serve_app.api.protocol import JSON
 from serve_app.auth.keys import Key
 from serve_app.cli.main import COMMANDS, saturate
+from serve_app.ingress.api_document import FILE
 from serve_app.settings.environment import OF_CONTROLLER, OF_REPLICAS, SHARED
 from serve_app.settings.json_schema import config_schema
 from serve_app.settings.schema import Settings
@@ -252,7 +253,7 @@ PAGES: Mapping[Path, Callable[[], str]] = {
     DOCS / "reference/metrics.md": metrics,
     DOCS / "reference/stats.md": statistics,
     DOCS / "explain/source-map.md": source_map,
-    openapi.FILE: openapi.made,
+    FILE: openapi.made,
 }
 """The generated pages, and what makes each."""
 

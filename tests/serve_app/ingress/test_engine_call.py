@@ -262,8 +262,9 @@ async def test_the_tries_of_one_engine_that_is_lost_each_time_are_bounded() -> N
 
 @virtual
 async def test_an_engine_that_takes_a_request_again_while_it_ends_is_lost_once() -> None:
-    assert (await reply(Engines([[DEAD]] * 4 + [[ANSWER]], actors="aabac"))).status == 200
-    engines = Engines([[DEAD]], actors="aababc")
+    dying: Script = [DEAD]
+    assert (await reply(Engines([*[dying] * 4, [ANSWER]], actors="aabac"))).status == 200
+    engines = Engines([dying], actors="aababc")
     assert (await reply(engines)).status == 500
     assert len(engines.asked) == 6
 

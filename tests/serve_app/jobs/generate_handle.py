@@ -22,12 +22,12 @@ class Response(DeploymentResponseGenerator[bytes]):
 
     Attributes:
         future: The answer.
-        cancelled: Whether the caller has cancelled the call.
+        left: Whether the caller has cancelled the call.
     """
 
     def __init__(self) -> None:
         self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.cancelled = False
+        self.left = False
         self._ended = False
 
     def __aiter__(self) -> "Response":
@@ -44,7 +44,7 @@ class Response(DeploymentResponseGenerator[bytes]):
         return answer
 
     def cancel(self) -> None:
-        self.cancelled = True
+        self.left = True
 
 
 class Handle:

@@ -110,7 +110,7 @@ async def test_a_run_that_is_stopped_cancels_its_call(handle: Handle) -> None:
     with pytest.raises(asyncio.CancelledError):
         async with asyncio.timeout(STILL_S):
             await call
-    assert handle.responses[0].cancelled
+    assert handle.responses[0].left
 
 
 @pytest.mark.usefixtures("handle")
