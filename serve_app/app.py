@@ -11,14 +11,13 @@ from ray.serve.config import RequestRouterConfig
 from serve_app.engine.deployment import Engine
 from serve_app.engine.function import FunctionEngine
 from serve_app.ingress.deployment import Ingress
-from serve_app.ingress.status import BATCHES, QUOTAS, TURNS, engine_name
+from serve_app.ingress.status import BATCHES, QUOTAS, engine_name
 from serve_app.jobs.deployment import Batches
 from serve_app.quotas.deployment import Quotas
 from serve_app.settings.environment_check import check_environment
 from serve_app.settings.models import FunctionSettings, ModelSettings
 from serve_app.settings.schema import Settings, parse
 from serve_app.settings.turns import ShareSettings
-from serve_app.turns.deployment import Turns
 
 UNBOUNDED = 100_000
 """Ray Serve's limit on ongoing requests, too high to be reached: the batchers bound their queues, by tokens,
@@ -47,10 +46,10 @@ BATCHES_ANSWERS_IN_S = 30.0
 """Seconds in which the Batches deployment answers a health check."""
 
 KEEPER_GRACE_S = 5.0
-"""Seconds in which the deployments Quotas and Turns stop; decisions then wait for the next replica."""
+"""Seconds in which the Quotas deployment stops; decisions then wait for the next replica."""
 
 KEEPER_ANSWERS_IN_S = 10.0
-"""Seconds in which Quotas and Turns answer a health check."""
+"""Seconds in which the Quotas deployment answers a health check."""
 
 INGRESS_RESOURCE = "SATURATE_INGRESS_RESOURCE"
 """Environment variable with the custom resource of Ray on nodes that may run an Ingress."""
@@ -84,10 +83,9 @@ def build(args: dict[str, Any]) -> Application:
         logging_config=QUIET,
     )(serve.ingress()(Ingress))
     keeper = {"grace_s": KEEPER_GRACE_S, "answers_in_s": KEEPER_ANSWERS_IN_S}
-    # Two replicas would grant the same tokens, give a device to two models, or write the same files.
+    # Two replicas would grant the same tokens, or write the same files.
     quotas = _single(Quotas, QUOTAS, settings, **keeper) if settings.usage.quotas else None
-    turns = _single(Turns, TURNS, settings, **keeper) if settings.sharing() else None
-    engines = {model.id: _engine(model, settings, quotas, turns) for model in settings.models}
+    engines = {model.id: _engine(model, settings, quotas) for model in settings.models}
     more: list[Application] = []
     if settings.batches is not None:
         batches = {"grace_s": BATCHES_GRACE_S, "answers_in_s": BATCHES_ANSWERS_IN_S}
@@ -125,9 +123,7 @@ def _single(kind: type[Any], name: str, *args: Any, grace_s: float, answers_in_s
     return deployment.options(name=name).bind(*args)
 
 
-def _engine(
-    model: ModelSettings, settings: Settings, quotas: Application | None, turns: Application | None
-) -> Application:
+def _engine(model: ModelSettings, settings: Settings, quotas: Application | None) -> Application:
     kind: type[Any] = FunctionEngine
     router: dict[str, Any] = {}
     if not isinstance(model, FunctionSettings):
@@ -151,8 +147,7 @@ def _engine(
     if kind is Engine and settings.salts:
         more["salts"] = True
     if model.share is not None:
-        share = settings.share_groups.get(model.share, ShareSettings())
-        more |= {"share": share, "turns": turns}
+        more["share"] = settings.share_groups.get(model.share, ShareSettings())
     return deployment.options(name=engine_name(model.id)).bind(
         model, settings.ingress.max_prompts, settings.telemetry, settings.usage, **more
     )

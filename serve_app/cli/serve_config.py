@@ -12,7 +12,7 @@ from serve_app.api.validation import is_port, suggestion
 from serve_app.auth.key_store import KeyStore
 from serve_app.cli.errors import ConfigError
 from serve_app.ingress import haproxy
-from serve_app.ingress.status import BATCHES, QUOTAS, TURNS, engine_name
+from serve_app.ingress.status import BATCHES, QUOTAS, engine_name
 from serve_app.models.engine_check import check_engine
 from serve_app.settings.completion import complete_config
 from serve_app.settings.config_file import IMPORT_PATH
@@ -78,7 +78,7 @@ def _check_names(app: ServeApplicationSchema, settings: Settings) -> None:
     prefix = app.route_prefix
     if prefix not in (None, "/") and (prefix != f"/{prefix.strip('/')}" or "{" in prefix):
         raise ValueError(f"route_prefix: {prefix!r}: must begin with /, not end with /, and have no braces")
-    parts = {BATCHES: settings.batches, QUOTAS: settings.usage.quotas, TURNS: settings.sharing() or None}
+    parts = {BATCHES: settings.batches, QUOTAS: settings.usage.quotas}
     there = [INGRESS, *(engine_name(model.id) for model in settings.models)]
     there += [name for name, part in parts.items() if part is not None]
     for deployment in app.deployments:

@@ -1,10 +1,12 @@
 """The Engine deployment: a language model and its batcher, behind a handle."""
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import ray
 from msgspec import structs
 
 from serve_app.api.errors import EngineLostError, RequestError, engine_failed
@@ -19,13 +21,11 @@ from serve_app.engine.openai import run, too_many_ids
 from serve_app.engine.replica import (
     DRAIN_S,
     Replica,
-    device_name,
-    replica_name,
     replica_stats,
     routing_stats,
     usage_stats,
 )
-from serve_app.engine.turns import DeviceLock, EngineTurns, Place, asking
+from serve_app.engine.turns import EngineTurns
 from serve_app.engine.watchdog import EngineWatch
 from serve_app.quotas.client import Handle
 from serve_app.settings.adapters import AdapterSettings
@@ -39,14 +39,18 @@ from serve_app.system.garbage_collection import collect_rarely
 from serve_app.system.parent_death import tie_children
 from serve_app.system.serve_logging import preserved_handlers
 from serve_app.telemetry.catalogue import (
+    AWAKE,
     OUTPUT_TOKENS,
     PROMPT_TOKENS,
     ROWS_DISPLACED,
     ROWS_LEFT_OUT,
     STEP_BOUND,
     STEP_SECONDS,
+    SWITCHING,
+    TURNS_BEGUN,
 )
 from serve_app.telemetry.meters import Meters
+from serve_app.turns.board import LOCKED, Board
 from serve_app.wire.request import RelayRequest
 
 logger = logging.getLogger("ray.serve")
@@ -65,7 +69,6 @@ class Engine(Replica):
         usage: Accounting of the calls, and the quotas of tenants.
         quotas: The handle of the Quotas deployment; None: there is none.
         share: The turns of the model's group; None: it has a device of its own.
-        turns: The handle of the Turns deployment, if it shares one.
         salts: Whether each tenant has a part of the prefix cache of its own.
     """
 
@@ -81,7 +84,6 @@ class Engine(Replica):
         usage: UsageSettings = NO_USAGE,
         quotas: Handle | None = None,
         share: ShareSettings | None = None,
-        turns: Handle | None = None,
         salts: bool = False,
     ) -> None:
         tie_children()
@@ -96,12 +98,14 @@ class Engine(Replica):
         with preserved_handlers():
             # Imported only where a model is held: vLLM takes seconds and a gigabyte.
             from serve_app.engine.vllm.engine import VLLMEngine
-            from serve_app.engine.vllm.sleep import check_sleep_mode
+            from serve_app.engine.vllm.sleep import check_sleep_mode, shared_devices
 
-            if share is not None and turns is not None and settings.share is not None:
+            if share is not None and settings.share is not None:
                 check_sleep_mode(settings)
-                place = Place(settings.share, device_name(), replica_name(), settings.id)
-                self._turns = EngineTurns(place, asking(turns), DeviceLock(place.device))
+                devices = shared_devices(settings, ray.get_runtime_context().get_node_id())
+                board = Board()
+                os.environ[LOCKED] = str(board.file)
+                self._turns = EngineTurns(settings.id, settings.share, devices, share, board)
                 await self._turns.first()
             self._engine = VLLMEngine(
                 settings,
@@ -341,5 +345,10 @@ class Engine(Replica):
                 meters.count(ROWS_DISPLACED, figures.displaced, self._id)
                 for part, seconds in figures.step_s:
                     meters.record(STEP_SECONDS, seconds, self._id, part)
+            if (turns := self._turns) is not None:
+                labels = self._id, turns.group
+                meters.record(AWAKE, turns.state in {"awake", "draining"}, *labels)
+                meters.count(TURNS_BEGUN, turns.begun, *labels)
+                meters.count(SWITCHING, turns.still_s, *labels)
 
         return report

@@ -1,13 +1,11 @@
 """The base of all replicas of models: the way of a call, and the entry in `/stats`."""
 
 import logging
-import os
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from functools import partial, reduce
 from typing import Any
 
-import ray
 from ray import serve
 from ray.serve.exceptions import RayServeException
 
@@ -209,20 +207,6 @@ def replica_tag() -> str:
         return str(serve.get_replica_context().replica_tag)
     except RayServeException:
         return ""
-
-
-def replica_name() -> str:
-    """Return the name of this replica's actor; empty outside Ray Serve."""
-    try:
-        return str(serve.get_replica_context().replica_id.to_full_id_str())
-    except RayServeException:
-        return ""
-
-
-def device_name() -> str:
-    """Return a name of this replica's device: replicas with the same one share its memory."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return f"{ray.get_runtime_context().get_node_id()}:{visible}"
 
 
 def usage_stats(book: CallBook, tenants: int) -> JSON:

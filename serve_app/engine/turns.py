@@ -1,50 +1,47 @@
-"""Turns of an Engine that shares its device: it asks for them, and sleeps in between."""
+"""Turns of an Engine that shares its devices: it takes them when its turn comes, and sleeps in between."""
 
 import asyncio
-import fcntl
-import hashlib
 import logging
 import math
-import os
-import tempfile
 import time
-from collections.abc import Awaitable, Callable
-from pathlib import Path
-from typing import NamedTuple, Protocol
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from msgspec.structs import replace
 
 from batcher import ContinuousBatcher
 from serve_app.api.errors import EngineAwayError, RequestError
 from serve_app.api.protocol import JSON
-from serve_app.quotas.client import Handle
+from serve_app.settings.turns import ShareSettings
 from serve_app.stats import Turn
-from serve_app.system import cancellation
-from serve_app.system.private_files import private_folder
 from serve_app.system.rounds import Rounds
-from serve_app.turns.messages import Order, State, TurnDemand, TurnReport
+from serve_app.turns.board import Board
+from serve_app.turns.rota import Entry, Order, State, follow
 
 logger = logging.getLogger("ray.serve")
 
-LOOK_S = 0.02
-"""Seconds between two looks at the batcher, which tell nobody anything if nothing has changed."""
+POLL_S = 0.02
+"""Seconds between two looks at the batcher."""
 
 BUSY_S = 0.1
-"""Seconds between two reports of an engine that is awake or has work."""
+"""Seconds between two looks at the other engines, by an engine that is awake or has work."""
 
 IDLE_S = 1.0
-"""The same of one that sleeps and has none."""
-
-ASK_S = 5.0
-"""Seconds that an answer to a report may take."""
-
-REPORT = "the report to the turns"
-"""The work of a task that reports, for messages."""
+"""The same of an engine that sleeps and has no work."""
 
 SWITCH_S = 600.0
 """Seconds that vLLM may take to sleep or to wake up: with level 2 it loads the weights again, and the first
 sleep with level 1 pins the memory of the host, some 0.7 GB per second."""
 
+LOST_S = SWITCH_S + 60.0
+"""Seconds without a look at the other engines after which the replica is replaced."""
+
 FAILED_S = 60.0
 """Seconds for which the replica of an engine that failed to wake up tells why, before it is replaced."""
+
+DRAINS = 8
+"""Number of latest drains whose longest is the estimate of the next drain."""
 
 LOWEST_TIER = 1
 """The tier behind all others."""
@@ -71,105 +68,68 @@ class Sleeper(Protocol):
         """End the engine's processes, which frees the memory in any case."""
 
 
-class Place(NamedTuple):
-    """An engine among those that take turns; see `TurnReport`."""
-
-    group: str
-    device: str
-    replica: str
-    model: str
-
-
-class DeviceLock:
-    """The memory of a device, for one engine of this machine: the lock of a file.
-
-    The kernel frees the lock when the process ends. Turns gives the device by reports, which an engine can't
-    send while its constructor holds the event loop: a new replica of Turns may give the device away then.
-
-    Args:
-        device: Name of the device.
-        folder: Folder of the files; it is made for this user alone.
-    """
-
-    def __init__(self, device: str, folder: Path | None = None) -> None:
-        folder = folder or Path(tempfile.gettempdir(), f"saturate-{os.geteuid()}-devices")
-        private_folder(folder)
-        # Ends with the process.
-        self._file = (folder / hashlib.sha256(device.encode()).hexdigest()[:32]).open("w")
-
-    def take(self) -> bool:
-        """Take the device, or keep it; False: another engine has it."""
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
-    def give(self) -> None:
-        """Give the device back."""
-        fcntl.flock(self._file, fcntl.LOCK_UN)
-
-
-def asking(turns: Handle) -> Callable[[TurnReport], Awaitable[Order]]:
-    """Return what sends a report to the deployment Turns, by its handle."""
-    method = turns.options(method_name="exchange", _by_reference=False, request_serialization="pickle")
-
-    async def exchange(report: TurnReport) -> Order:
-        order: Order = await method.remote(report)
-        return order
-
-    return exchange
-
-
 class EngineTurns:
     """The turns of one Engine replica.
 
     Args:
-        place: Its group, its device and its names.
-        exchange: Sends a report and returns the answer.
-        lock: The memory of the device.
-        clock: Returns the time in seconds; the batcher's clock.
+        model: Its model.
+        group: Its group.
+        devices: Its devices.
+        settings: The settings of the group.
+        board: The entries of the engines on this machine.
+        clock: Returns the time in seconds; the batcher's clock, and the other engines' too.
 
     Attributes:
-        state: What it does.
+        group: Its group.
         cause: Why it has failed; empty otherwise.
+        begun: Turns that have begun.
+        still_s: Seconds in which switches to this engine kept its devices from work.
     """
 
     def __init__(
         self,
-        place: Place,
-        exchange: Callable[[TurnReport], Awaitable[Order]],
-        lock: DeviceLock,
+        model: str,
+        group: str,
+        devices: tuple[str, ...],
+        settings: ShareSettings,
+        board: Board,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._place = place
-        self._exchange = exchange
-        self._lock = lock
+        self._model = model
+        self._settings = settings
+        self._board = board
         self._clock = clock
-        self.state: State = "starting"
+        self.group = group
         self.cause = ""
-        self._told = TurnReport(*place, 0, "starting")
-        self._answered = True
-        self._began = 0
-        self._sleep_s = self._wake_s = 0.0
-        self._waiting_since: float | None = clock()
-        self._failed_at = 0.0
+        self.begun = 0
+        self.still_s = 0.0
+        now = clock()
+        # The entry as it is now, and as it was written last.
+        self._own = self._written = Entry(group, devices, "starting", now, since=now)
+        self._stopped = self._failed = 0.0
+        self._drains: deque[float] = deque([0.0], DRAINS)
         self._task: asyncio.Task[None] | None = None
         self._engine: Sleeper
         self._batcher: ContinuousBatcher
+        self._rounds: Rounds
+
+    @property
+    def state(self) -> State:
+        """Its state."""
+        return self._own.state
 
     async def first(self) -> None:
-        """Wait until the device is free for the weights.
+        """Wait until the devices are free for the weights.
 
         Load them and call `rehearse`, then call `run`.
+
+        Raises:
+            OSError: The entries can't be read or written.
         """
-        while True:
-            order = await self._ask()
-            if order is not None and order.yours and self._lock.take():
-                break
+        while self.state != "loading":
+            if (order := self._look()) is not None:
+                self._own = order.entry
             await asyncio.sleep(BUSY_S)
-        self.state, self._waiting_since = "loading", None
-        await self._ask()
 
     async def rehearse(self, engine: Sleeper, batcher: ContinuousBatcher) -> None:
         """Let the engine fall asleep and wake up once, so that its first switch is as fast as the others.
@@ -187,16 +147,16 @@ class EngineTurns:
         try:
             async with asyncio.timeout(SWITCH_S):
                 batcher.pause()
-                for _ in range(math.ceil(SWITCH_S / LOOK_S)):
+                for _ in range(math.ceil(SWITCH_S / POLL_S)):
                     if not batcher.load.running:
                         break
-                    await asyncio.sleep(LOOK_S)
+                    await asyncio.sleep(POLL_S)
                 await engine.sleep()
                 await engine.wake_up()
                 batcher.resume()
         except Exception as error:
             cause = str(error) or type(error).__name__
-            raise RuntimeError(f"{self._place.model} failed to fall asleep and wake up: {cause}") from error
+            raise RuntimeError(f"{self._model} failed to fall asleep and wake up: {cause}") from error
 
     def run(self, engine: Sleeper, batcher: ContinuousBatcher) -> None:
         """Take turns from now on; the engine is awake.
@@ -206,11 +166,12 @@ class EngineTurns:
             batcher: Its batcher, which is paused while the engine sleeps.
         """
         self._engine, self._batcher = engine, batcher
-        self.state = "awake"
+        self._rounds = Rounds("the look at the engines that share the device", LOST_S, self._clock)
+        self._begin()
         self._task = asyncio.create_task(self._run())
 
     def stop(self) -> None:
-        """Take no more turns."""
+        """Take no more turns. The devices are free when the engine's processes have ended."""
         if self._task is not None:
             self._task.cancel()
 
@@ -224,157 +185,147 @@ class EngineTurns:
         """The answer to all requests if the engine has failed; None: it hasn't."""
         if self.state != "failed":
             return None
-        message = f"The model {self._place.model!r} can't be used: {self.cause}"
+        message = f"The model {self._model!r} can't be used: {self.cause}"
         return EngineAwayError(message, FAILED_S)
 
     def check_health(self) -> None:
         """Raise if turns aren't taken any more, or the engine failed a while ago."""
         if self.state == "failed":
-            if self._clock() - self._failed_at > FAILED_S:
+            if self._clock() - self._failed > FAILED_S:
                 raise RuntimeError(self.cause)
-        elif self._task is not None and self._task.done():
+            return
+        self._rounds.check()
+        if self._task is not None and self._task.done():
             self._task.result()
 
     def stats(self) -> JSON:
         """Return the entry of `/stats`."""
         return Turn(
-            group=self._place.group,
+            group=self.group,
             state=self.state,
-            turns=self._began,
-            sleep_s=round(self._sleep_s, 3),
-            wake_s=round(self._wake_s, 3),
+            turns=self.begun,
+            sleep_s=round(self._own.sleep_s, 3),
+            wake_s=round(self._own.wake_s, 3),
             **({"cause": self.cause} if self.cause else {}),
         ).body()
 
     async def _run(self) -> None:
-        self._began += 1
-        while True:
-            order = await self._ask()
-            if order is not None:
-                if self.state == "failed":
-                    return
-                await self._obey(order)
+        while self._written.state != "failed":
+            order = None
+            with self._rounds.round():
+                order = self._look()
+            if order is None:
+                await asyncio.sleep(POLL_S)
+                continue
+            await self._obey(order)
             await self._until_news()
 
     async def _obey(self, order: Order) -> None:
-        match self.state:
-            case "awake" if not order.yours:
+        before, self._own = self.state, order.entry
+        match before, self.state:
+            case "awake", "draining":
+                self._stopped = self._clock()
                 self._batcher.pause(order.wait_s)
-                self.state = "draining"
-            case "draining" if order.yours:
+            case "draining", "awake":
                 self._batcher.resume()
-                self.state = "awake"
-            case "draining" if self._drained():
+            case "draining", "draining" if self._drained():
                 await self._fall_asleep()
-            case "asleep" if order.yours and self._lock.take():
-                await self._wake_up()
-            case "draining" | "asleep":
+            case "asleep", "waking":
+                await self._wake_up(order.still_from)
+            case _, "draining" | "asleep":
                 self._batcher.pause(order.wait_s)
 
     async def _fall_asleep(self) -> None:
         began = self._clock()
         try:
-            await self._switch(self._engine.sleep())
+            async with asyncio.timeout(SWITCH_S):
+                await self._engine.sleep()
         except Exception as error:
             # `_fail` logs the stack.
             await self._fail("fall asleep", error)
             return
-        self.state, self._sleep_s = "asleep", self._clock() - began
-        self._lock.give()
+        self._drains.append(began - self._stopped)
+        now = self._clock()
+        self._own = replace(
+            self._own, state="asleep", freed=now, sleep_s=now - began, drain_s=max(self._drains)
+        )
 
-    async def _wake_up(self) -> None:
-        self.state = "waking"
-        await self._ask()
+    async def _wake_up(self, still_from: float) -> None:
         began = self._clock()
         try:
-            await self._switch(self._engine.wake_up())
+            async with asyncio.timeout(SWITCH_S):
+                await self._engine.wake_up()
         except Exception as error:
             # `_fail` logs the stack.
             await self._fail("wake up", error)
             return
-        self.state, self._wake_s = "awake", self._clock() - began
-        self._began += 1
+        self._begin()
+        self._own = replace(self._own, wake_s=self._own.began - began)
+        self.still_s += self._own.began - still_from
         self._batcher.resume()
 
-    async def _switch(self, switching: Awaitable[None]) -> None:
-        """Wait for the engine to sleep or to wake up.
-
-        Reports go on meanwhile: a new replica of Turns learns from them that the device is not free.
-        """
-        reporting = asyncio.create_task(self._report_on())
-        try:
-            async with asyncio.timeout(SWITCH_S):
-                await switching
-        finally:
-            reporting.cancel()
-
-    async def _report_on(self) -> None:
-        rounds = Rounds(REPORT)
-        while True:
-            await asyncio.sleep(IDLE_S)
-            with rounds.round():
-                await self._ask()
+    def _begin(self) -> None:
+        self._own = replace(self._own, state="awake", began=self._clock())
+        self.begun += 1
 
     async def _fail(self, what: str, error: Exception) -> None:
-        """Refuse all requests, and leave the device to the others."""
+        """Refuse all requests, and leave the devices to the other engines."""
         if self._engine.died:
             # The watchdog ends this process.
             return
-        self.state, self._failed_at = "failed", self._clock()
         self.cause = f"it failed to {what}: {str(error) or type(error).__name__}"
         message = "%s: %s; its replica is replaced in %.0f s"
-        logger.error(message, self._place.model, self.cause, FAILED_S, exc_info=error)
+        logger.error(message, self._model, self.cause, FAILED_S, exc_info=error)
+        self._failed = self._clock()
         self._engine.release()
-        self._lock.give()
+        self._own = replace(self._own, state="failed", freed=self._clock())
         await self._batcher.stop(drain=False)
 
     async def _until_news(self) -> None:
-        """Wait until there is something to tell, or the next report is due."""
-        idle = self.state == "asleep" and not self._told.demand.busy
-        until = self._clock() + (IDLE_S if idle or not self._answered else BUSY_S)
+        """Wait until there is something to tell, or the next look is due."""
+        idle = self.state == "asleep" and not self._written.busy
+        until = self._clock() + (IDLE_S if idle else BUSY_S)
         while self._clock() < until:
-            if self.state != self._told.state or (self.state == "draining" and self._drained()):
+            if self.state != self._written.state or (self.state == "draining" and self._drained()):
                 return
-            if self._demand().busy != self._told.demand.busy:
+            if self._busy() != self._written.busy:
                 return
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     def _drained(self) -> bool:
         return not self._batcher.load.running and not self._engine.busy
 
-    def _demand(self) -> TurnDemand:
-        now = self._clock()
-        if self.state in {"starting", "loading"}:
-            return TurnDemand(True, waited_s=now - (self._waiting_since or now))
+    def _busy(self) -> bool:
         load = self._batcher.load
-        if self.state == "awake" or not load.waiting:
-            self._waiting_since = None
-        elif self._waiting_since is None:
-            self._waiting_since = now
-        return TurnDemand(
-            bool(load.running or load.waiting or self._engine.busy),
-            load.cost,
-            load.priority,
-            0.0 if self._waiting_since is None else now - self._waiting_since,
-            None if load.deadline is None else load.deadline - now,
-            self._batcher.estimate_wait(0, LOWEST_TIER),
-        )
+        return bool(load.running or load.waiting or self._engine.busy)
 
-    async def _ask(self) -> Order | None:
-        """Report, and return the answer; None: there was none."""
-        self._told = TurnReport(
-            *self._place, self._told.number + 1, self.state, self._demand(), self._sleep_s, self._wake_s
-        )
-        try:
-            async with asyncio.timeout(ASK_S):
-                order = await self._exchange(self._told)
-        except (Exception, asyncio.CancelledError) as error:
-            # Turns is away, or starts again; what it raises, Ray Serve has logged there with its stack.
-            if cancellation.is_own():
-                raise
-            if self._answered:
-                logger.warning("%s goes on as it is: turns aren't given: %r", self._place.model, error)
-            self._answered = False
-            return None
-        self._answered = True
+    def _look(self) -> Order | None:
+        """Look at the other engines, and write the entry; None: another engine looks just now.
+
+        Raises:
+            OSError: The entries can't be read or written.
+        """
+        now = self._clock()
+        own = replace(self._own, at=now) if self._task is None else self._at_work(now)
+
+        def decide(name: str, others: Mapping[str, Entry]) -> Order:
+            return follow(now, name, own, others, self._settings)
+
+        if (order := self._board.look(decide)) is not None:
+            self._written = order.entry
         return order
+
+    def _at_work(self, now: float) -> Entry:
+        """Return the entry with the work of now."""
+        load = self._batcher.load
+        waits = load.waiting and self.state != "awake"
+        return replace(
+            self._own,
+            at=now,
+            busy=self._busy(),
+            tokens=load.cost,
+            tier=load.priority,
+            since=None if not waits else now if self._own.since is None else self._own.since,
+            deadline=load.deadline,
+            left_s=self._batcher.estimate_wait(0, LOWEST_TIER),
+        )

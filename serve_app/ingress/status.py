@@ -43,9 +43,6 @@ BATCHES = "Batches"
 QUOTAS = "Quotas"
 """Name of the deployment of the quotas."""
 
-TURNS = "Turns"
-"""Name of the deployment that gives turns to models which share a device."""
-
 
 def engine_name(model: str) -> str:
     """Return the name of a model's deployment."""

@@ -1,156 +1,143 @@
-"""Rota: the turns of the engines on one device. Time is passed in."""
+"""Rota: whose turn it is on a device, by the entries of the engines that share it. Times are passed in."""
 
-from collections import Counter, defaultdict, deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
 
-from serve_app.turns.messages import HOLDING, Order, TurnReport
+from msgspec import Struct
+from msgspec.structs import replace
+
+from serve_app.settings.turns import ShareSettings
 from serve_app.turns.schedule import NO_TIER, Awake, TurnLimits, Waiting, expected_s, next_turn
 
-RECENT = 8
-"""Number of latest drains whose longest is the estimate of the next drain."""
+State = Literal["starting", "loading", "awake", "draining", "asleep", "waking", "failed"]
+"""State of an engine: it waits for its first turn, loads, runs, finishes running requests, sleeps, wakes up,
+or has failed."""
+
+HOLDING = frozenset[State]({"loading", "awake", "draining", "waking"})
+"""States in which an engine has the memory of its devices."""
+
+SILENT_S = 2.5
+"""Age in seconds from which on an entry counts as no wait: twice the longest pause between two entries."""
 
 
-@dataclass(slots=True)
-class Member:
-    """An engine of the device.
+class Entry(Struct, frozen=True):
+    """What an engine says of itself. Times are of the machine's monotonic clock, in seconds.
 
     Attributes:
-        report: Its last report.
-        at: Time at which the report came.
+        group: Its group.
+        devices: Its devices. Engines of a group that have a device in common take turns.
+        state: Its state.
+        at: When the engine wrote the entry.
+        busy: Whether requests run or wait.
+        tokens: Tokens that wait.
+        tier: The most urgent tier of the waiting requests.
+        since: Time from which on work has waited for a turn; None: none waits.
+        deadline: The first deadline of a waiting request; None: there is no deadline.
+        left_s: Estimated seconds until all waiting requests have started.
+        began: When its turn began.
+        freed: When it gave its devices back; 0: never.
+        next: The engine to which it gives way, or gave way; empty: none.
+        drain_s: The longest of its latest waits for running requests, in seconds.
+        sleep_s: Seconds that its last sleep took to begin; 0: not known.
+        wake_s: Seconds that its last wake-up took; 0: not known.
     """
 
-    report: TurnReport
+    group: str
+    devices: tuple[str, ...]
+    state: State
     at: float
+    busy: bool = False
+    tokens: int = 0
+    tier: int = 0
+    since: float | None = None
+    deadline: float | None = None
+    left_s: float = 0.0
+    began: float = 0.0
+    freed: float = 0.0
+    next: str = ""
+    drain_s: float = 0.0
+    sleep_s: float = 0.0
+    wake_s: float = 0.0
 
-    @property
-    def waiting(self) -> Waiting | None:
-        """Its work, if it waits for a turn; None: it doesn't wait."""
-        demand = self.report.demand
-        if self.report.state == "starting":
-            return Waiting(self.at - demand.waited_s)
-        if not demand.busy or self.report.state != "asleep":
+    def shares(self, other: "Entry") -> bool:
+        """Return whether this engine takes turns with another engine."""
+        return self.group == other.group and not set(self.devices).isdisjoint(other.devices)
+
+    def waiting(self, now: float) -> Waiting | None:
+        """Return its work, if it waits for a turn; None: it doesn't wait, or is silent."""
+        wants = self.state == "starting" or (self.state == "asleep" and self.busy)
+        if not wants or now - self.at > SILENT_S:
             return None
-        deadline = None if demand.deadline_s is None else self.at + demand.deadline_s
-        return Waiting(self.at - demand.waited_s, demand.tokens, demand.tier, deadline)
+        since = self.at if self.since is None else self.since
+        return Waiting(since, self.tokens, self.tier, self.deadline)
+
+    def awake(self, now: float) -> Awake | None:
+        """Return its work, if it has the devices; None: it gives way already."""
+        if self.next:
+            return None
+        if self.state != "awake":
+            # It has just got the devices.
+            return Awake(now, True)
+        return Awake(self.began, self.busy, self.tokens, self.tier if self.tokens else NO_TIER, self.left_s)
 
 
-class Rota:
-    """Gives the device to one engine at a time.
-
-    An engine holds the device from the order on until it reports that it sleeps, or is removed: a silent
-    engine may still have memory of the device.
+class Order(NamedTuple):
+    """What an engine does next.
 
     Attributes:
-        members: The engines, by replica.
-        holder: The replica that has the device; None: it is free.
-        turns: Turns that have begun, by model.
-        still_s: Seconds in which switches kept the device from work, by the model whose turn they began.
+        entry: Its entry, with the state from now on.
+        wait_s: Expected seconds until its turn.
+        still_from: Time from which on its devices do no work that its turn could have done.
+    """
+
+    entry: Entry
+    wait_s: float = 0.0
+    still_from: float = 0.0
+
+
+def follow(now: float, name: str, own: Entry, others: Mapping[str, Entry], settings: ShareSettings) -> Order:
+    """Return what an engine does next: it goes on, gives way, or takes its devices.
+
+    An engine takes all of its devices at once, and only if no other engine has one of them.
 
     Args:
-        min_turn_s: See `TurnLimits`.
-        max_wait_s: See `TurnLimits`.
-        opens_at: Time before which a free device is not assigned: its holder may not have reported yet.
+        now: The time.
+        name: The engine.
+        own: Its entry.
+        others: The entries of the other engines of the machine.
+        settings: The settings of its group.
     """
+    rivals = {other: entry for other, entry in others.items() if entry.shares(own)}
+    everyone = {**rivals, name: own}
+    limits = _limits(everyone, settings)
+    waiting = {each: one for each, entry in everyone.items() if (one := entry.waiting(now))}
+    if own.state in {"awake", "draining"}:
+        # Requests that come while it drains change nothing, as long as the next engine still waits.
+        following = own.next if own.next in waiting else _next(now, own, waiting, limits)
+        if not following:
+            return Order(replace(own, state="awake", next=""))
+        wait_s = expected_s(now, name, None, waiting, limits)
+        return Order(replace(own, state="draining", next=following), wait_s)
+    last = max(everyone.values(), key=lambda entry: entry.freed)
+    holders = [entry for entry in rivals.values() if entry.state in HOLDING]
+    if name in waiting and not holders:
+        first = last.next if last.next in waiting else next_turn(now, None, waiting, limits)
+        if first == name:
+            state: State = "loading" if own.state == "starting" else "waking"
+            still_from = max(last.freed - last.sleep_s, waiting[name].since) if last.freed else now
+            return Order(replace(own, state=state, next=""), still_from=still_from)
+    awake = [entry.awake(now) for entry in holders] or [None]
+    return Order(own, max(expected_s(now, name, one, waiting, limits) for one in awake))
 
-    def __init__(self, min_turn_s: float, max_wait_s: float, opens_at: float = float("-inf")) -> None:
-        self._min_turn_s = min_turn_s
-        self._max_wait_s = max_wait_s
-        self._opens_at = opens_at
-        self.members: dict[str, Member] = {}
-        self.holder: str | None = None
-        self.turns: Counter[str] = Counter()
-        self.still_s: defaultdict[str, float] = defaultdict(float)
-        self._next: str | None = None
-        self._began = self._stopped = 0.0
-        self._freed = self._still_from = float("-inf")
-        self._drains: deque[float] = deque([0.0], RECENT)
 
-    @property
-    def limits(self) -> TurnLimits:
-        """The settings, and the measured cost of a switch."""
-        reports = [member.report for member in self.members.values()]
-        still = max((one.sleep_s for one in reports), default=0.0) + max(
-            (one.wake_s for one in reports), default=0.0
-        )
-        return TurnLimits(self._min_turn_s, self._max_wait_s, still + max(self._drains), still)
+def _next(now: float, own: Entry, waiting: Mapping[str, Waiting], limits: TurnLimits) -> str | None:
+    return next_turn(now, replace(own, state="awake", next="").awake(now), waiting, limits)
 
-    def exchange(self, report: TurnReport, now: float) -> Order:
-        """Apply a report, decide, and return the order for the engine."""
-        known = self.members.get(report.replica)
-        if known is None or known.report.number < report.number:
-            self.members[report.replica] = Member(report, now)
-            if report.replica == self.holder or (self.holder is None and report.state in HOLDING):
-                self._hold(report, known.report.state if known else None, now)
-        self._decide(now)
-        if report.replica == self.holder and self._next is None:
-            return Order(True)
-        # A holder that has just got the device counts as awake from now on.
-        awake = None if self._next or not self.holder else self._awake() or Awake(now, True)
-        return Order(False, expected_s(now, report.replica, awake, self._others(), self.limits))
 
-    def remove(self, replica: str, now: float) -> None:
-        """Forget an engine whose process has ended."""
-        del self.members[replica]
-        if replica == self.holder:
-            self._free(now)
-        elif replica == self._next:
-            self._next = None
-        self._decide(now)
-
-    def _hold(self, report: TurnReport, before: str | None, now: float) -> None:
-        """Update the rota with a report of the engine that has the device."""
-        if self.holder is None:
-            # The engine had the device before this rota began.
-            self._freed = self._still_from = now
-        self.holder = report.replica
-        if report.state == "awake" and before not in {"awake", "draining"}:
-            self._began = now
-            self.turns[report.model] += 1
-            if before == "waking":
-                self.still_s[report.model] += now - self._still_from
-        elif report.state == "failed":
-            self._free(now)
-        elif report.state == "asleep" and before in HOLDING:
-            # The model that was to be next may have no more work.
-            if self._next is not None:
-                self._drains.append(max(0.0, now - self._stopped - report.sleep_s))
-            self._free(now, report.sleep_s)
-
-    def _free(self, now: float, sleep_s: float = 0.0) -> None:
-        self.holder = None
-        self._freed, self._still_from = now, now - sleep_s
-
-    def _decide(self, now: float) -> None:
-        others = self._others()
-        if self.holder is None:
-            if now >= self._opens_at or self._next is not None:
-                chosen = self._next if self._next in others else next_turn(now, None, others, self.limits)
-                self.holder, self._next = chosen, None
-                if now > self._freed:
-                    # Until now no model had work.
-                    self._freed = self._still_from = now
-            return
-        awake = self._awake()
-        if awake is None or self._next in others:
-            return
-        # The model that was to be next may have no more work.
-        before, self._next = self._next, next_turn(now, awake, others, self.limits)
-        if before is None and self._next is not None:
-            self._stopped = now
-
-    def _awake(self) -> Awake | None:
-        if self.holder is None:
-            return None
-        report = self.members[self.holder].report
-        if report.state not in {"awake", "draining"}:
-            return None
-        demand = report.demand
-        tier = demand.tier if demand.tokens else NO_TIER
-        return Awake(self._began, demand.busy, demand.tokens, tier, demand.left_s)
-
-    def _others(self) -> dict[str, Waiting]:
-        return {
-            name: waiting
-            for name, member in self.members.items()
-            if name != self.holder and (waiting := member.waiting) is not None
-        }
+def _limits(entries: Mapping[str, Entry], settings: ShareSettings) -> TurnLimits:
+    """Return the settings, and the measured cost of a switch."""
+    sleep_s, wake_s, drain_s = (
+        max(getattr(entry, part) for entry in entries.values()) for part in ("sleep_s", "wake_s", "drain_s")
+    )
+    still_s = sleep_s + wake_s
+    return TurnLimits(settings.min_turn_s, settings.max_wait_s, still_s + drain_s, still_s)

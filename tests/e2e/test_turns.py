@@ -138,14 +138,6 @@ async def test_a_list_and_streams_take_turns_too(http: httpx.AsyncClient) -> Non
     await asyncio.gather(*(ask(model) for model in MODELS for ask in (listed, streamed)))
 
 
-async def test_the_group_recovers_from_the_death_of_its_keeper(
-    http: httpx.AsyncClient, shared: Service
-) -> None:
-    load = asyncio.gather(*(complete(http, model, n, 200) for n in range(20) for model in MODELS))
-    assert await asyncio.to_thread(shared.kill, "ServeReplica:llm:Turns") == 1
-    await load
-
-
 async def test_the_group_recovers_from_the_death_of_the_engine_that_is_awake(
     http: httpx.AsyncClient, shared: Service
 ) -> None:

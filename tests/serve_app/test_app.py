@@ -90,18 +90,14 @@ def test_quotas_are_one_deployment_that_every_replica_reaches() -> None:
     assert deployments["Engine:demo"].init_args[3].quotas.folder == "/x"
 
 
-def test_models_that_take_turns_reach_one_deployment_that_gives_them() -> None:
+def test_models_that_take_turns_have_the_settings_of_their_group() -> None:
     simulated = {"source": "saturate://demo", "simulate": "h100-8b", "share": "g"}
     groups = {"g": {"max_wait_s": 20}}
     app = built({"id": "a", **simulated}, {"id": "b", **simulated}, DEMO, share_groups=groups)
     deployments: dict[str, Any] = {deployment.name: deployment for deployment in app.deployments}
-    assert deployments["Turns"].num_replicas == 1
-    assert deployments["Turns"].ray_actor_options["num_cpus"] == 0
     for name in ("Engine:a", "Engine:b"):
-        assert deployments[name].init_kwargs["turns"].deployment_name == "Turns"
         assert deployments[name].init_kwargs["share"].max_wait_s == 20
     assert deployments["Engine:demo"].init_kwargs == {}
-    assert "Turns" not in {deployment.name for deployment in built(DEMO).deployments}
 
 
 def test_a_function_is_a_deployment_of_its_own_class() -> None:

@@ -3,6 +3,7 @@
 import os
 
 from serve_app.system.parent_death import TIED, tie_to_parent
+from serve_app.turns.board import lock_inherited
 
 ZEROED = "SATURATE_ZERO_BLOCKS"
 """Set in an Engine replica and inherited by the processes that it starts."""
@@ -18,6 +19,7 @@ def load() -> None:
     if TIED not in os.environ:
         return
     tie_to_parent()
+    lock_inherited()
     from serve_app.engine.vllm import workarounds
 
     workarounds.allow_amx()

@@ -3,6 +3,9 @@
 The imports are those of vLLM 0.32.
 """
 
+import itertools
+import os
+
 from vllm import SamplingParams
 from vllm.inputs.engine import tokens_input
 from vllm.platforms import current_platform
@@ -34,6 +37,26 @@ def check_sleep_mode(settings: LLMSettings) -> None:
         f"models[{settings.id}].share: vLLM has no sleep mode on this device "
         f"({current_platform.device_name}); leave share out, serve the model on a GPU, or try it on a "
         "simulated device (simulate: h100-7b)"
+    )
+
+
+def shared_devices(settings: LLMSettings, node: str) -> tuple[str, ...]:
+    """Return the names of the devices of a model in this process, the same in all processes of the machine.
+
+    Args:
+        settings: The model.
+        node: The node of Ray; a simulated device belongs to it.
+    """
+    visible = os.environ.get(current_platform.device_control_env_var, "")
+    if settings.simulate or not current_platform.is_cuda():
+        return (f"{node}:{visible}",)
+    engine = settings.engine
+    count = (engine.tensor_parallel_size or 1) * (engine.pipeline_parallel_size or 1)
+    places = visible.split(",") if visible else map(str, range(count))
+    # A container may count its GPUs by itself. Parts of a GPU (MIG) are made visible by name.
+    return tuple(
+        current_platform.get_device_uuid(number) if place.isdigit() else place
+        for number, place in enumerate(itertools.islice(places, count))
     )
 
 

@@ -59,7 +59,7 @@ def measure(options: argparse.Namespace) -> tuple[Table, Run]:
 
         chooser = ByRota(options.min_turn_s, options.max_wait_s)
         runs["turns"].append(take_turns(requests(), profile, chooser))
-        bounds.append(options.max_wait_s + chooser.rota.limits.switch_s)
+        bounds.append(options.max_wait_s + chooser.drain_s + profile.sleep_s + profile.wake_s)
         runs["demand"].append(take_turns(requests(), profile, OnDemand()))
         runs["parts"].append(static_parts(requests(), profile))
     progress("")

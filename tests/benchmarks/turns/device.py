@@ -5,13 +5,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
+from serve_app.settings.turns import ShareSettings
 from serve_app.simulation.device import step_time
 from serve_app.simulation.profiles import Profile
-from serve_app.turns.messages import State, TurnDemand, TurnReport
-from serve_app.turns.rota import Rota
+from serve_app.turns.rota import Entry, State, follow
 
 LOOK_S = 0.1
-"""Seconds between two reports of an engine."""
+"""Seconds between two looks of an engine."""
 
 
 @dataclass(slots=True)
@@ -90,23 +92,48 @@ class Engine:
 
 
 class ByRota:
-    """The scheduler of the service: engines that report every 0.1 s."""
+    """The rule of the service: each engine looks every 0.1 s.
+
+    Attributes:
+        took: Seconds of the last sleep and wake-up of each engine.
+        drain_s: The longest wait for running requests, in seconds.
+    """
 
     def __init__(self, min_turn_s: float, max_wait_s: float) -> None:
-        self.rota = Rota(min_turn_s, max_wait_s)
-        self._number = 0
+        self._settings = ShareSettings(min_turn_s=min_turn_s, max_wait_s=max_wait_s)
+        self._entries: dict[str, Entry] = {}
+        self._stopped = 0.0
         self.took: dict[str, tuple[float, float]] = {}
+        self.drain_s = 0.0
 
     def choose(self, now: float, state: dict[str, State], engines: dict[str, Engine]) -> str | None:
-        """Report for each engine, and return the one that the device belongs to."""
+        """Look for each engine, and return the engine that has the device."""
         yours = None
         for name, engine in engines.items():
-            self._number += 1
-            waited = 0.0 if engine.since is None else now - engine.since
-            work = TurnDemand(engine.busy, engine.tokens, 0, waited, None, 10.0 if engine.queue else 0.0)
+            before = self._entries.get(name) or Entry("g", ("gpu",), "asleep", now)
             sleep_s, wake_s = self.took.get(name, (0.0, 0.0))
-            report = TurnReport("g", "gpu", name, name, self._number, state[name], work, sleep_s, wake_s)
-            if self.rota.exchange(report, now).yours:
+            own = replace(
+                before,
+                state=state[name],
+                at=now,
+                busy=engine.busy,
+                tokens=engine.tokens,
+                since=engine.since,
+                left_s=10.0 if engine.queue else 0.0,
+                drain_s=self.drain_s,
+                sleep_s=sleep_s,
+                wake_s=wake_s,
+            )
+            if own.state == "awake" and before.state == "waking":
+                own = replace(own, began=now)
+            elif own.state == "asleep" and before.state == "draining":
+                own = replace(own, freed=now)
+                self.drain_s = max(self.drain_s, now - sleep_s - self._stopped)
+            others = {other: entry for other, entry in self._entries.items() if other != name}
+            self._entries[name] = following = follow(now, name, own, others, self._settings).entry
+            if following.state == "draining" and own.state == "awake":
+                self._stopped = now
+            if following.state in {"awake", "waking"}:
                 yours = name
         return yours
 

@@ -1,4 +1,4 @@
-"""The turns of an Engine in virtual time, with a fake of vLLM and a real rota behind a way that breaks."""
+"""The turns of Engines in virtual time, with a fake of vLLM and real files that the kernel locks."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -9,9 +9,9 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from batcher import Closed, ContinuousBatcher, QueueFull
-from serve_app.engine.turns import FAILED_S, IDLE_S, DeviceLock, EngineTurns, Place
-from serve_app.turns.messages import Order, TurnReport
-from serve_app.turns.rota import Rota
+from serve_app.engine.turns import FAILED_S, EngineTurns
+from serve_app.settings.turns import ShareSettings
+from serve_app.turns.board import Board
 from tests.batcher.virtual import now, virtual
 
 SLEEP_S, WAKE_S = 0.5, 0.25
@@ -56,43 +56,23 @@ class FakeSleeper:
         self.device.awake.discard(self.name)
 
 
-class Group:
-    """A rota, and a way to it that can be cut."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.renew()
-        self.cut = False
-        self.reports: list[TurnReport] = []
-        self.device = FakeDevice()
-
-    def renew(self) -> None:
-        """Replace the rota by a new one, as when its process has died."""
-        self.rota = Rota(min_turn_s=2.0, max_wait_s=20.0, opens_at=now() + 3.0)
-
-    async def exchange(self, report: TurnReport) -> Order:
-        self.reports.append(report)
-        await asyncio.sleep(0.001)
-        if self.cut:
-            raise ConnectionError("cut")
-        return self.rota.exchange(report, now())
-
-
 class Engine:
     """An engine of a group, with its batcher."""
 
-    def __init__(self, group: Group, name: str) -> None:
-        self.lock = DeviceLock("gpu", group.folder)
-        self.turns = EngineTurns(Place("g", "gpu", name, name), group.exchange, self.lock, now)
+    def __init__(self, folder: Path, device: FakeDevice, name: str) -> None:
+        self.name = name
+        self.device = device
+        self.board = Board(folder)
+        settings = ShareSettings(min_turn_s=2.0, max_wait_s=20.0)
+        self.turns = EngineTurns(name, "g", ("gpu",), settings, self.board, now)
         self.batcher = ContinuousBatcher(capacity=100, max_queue_size=3, clock=now)
-        self.group = group
         self.sleeper: FakeSleeper
         self.answered = 0
 
     async def start(self, load_s: float = 1.0) -> None:
         await self.turns.first()
-        assert not self.group.device.awake
-        self.sleeper = FakeSleeper(self.turns.stats()["group"] + str(id(self)), self.group.device)
+        assert not self.device.awake
+        self.sleeper = FakeSleeper(self.name, self.device)
         await asyncio.sleep(load_s)
         await self.batcher.start()
         await self.turns.rehearse(self.sleeper, self.batcher)
@@ -101,24 +81,31 @@ class Engine:
     async def answer(self, seconds: float, cost: int = 10) -> None:
         """Run a request, for as long as it takes."""
         async with self.batcher.slot_nowait(cost):
-            assert self.group.device.awake == {self.sleeper.name}
+            assert self.device.awake == {self.name}
             await asyncio.sleep(seconds)
         self.answered += 1
 
+    def kill(self) -> None:
+        """End the engine: the kernel frees its memory, and the lock of its file."""
+        self.turns.stop()
+        self.sleeper.release()
+        self.board.close()
+
 
 @asynccontextmanager
-async def trio() -> AsyncGenerator[tuple[Group, list[Engine]], None]:
+async def trio() -> AsyncGenerator[list[Engine], None]:
     """Three engines that have come up; the last one is awake."""
     with TemporaryDirectory() as folder:
-        group = Group(Path(folder))
-        engines = [Engine(group, name) for name in "abc"]
+        device = FakeDevice()
+        engines = [Engine(Path(folder), device, name) for name in "abc"]
         async with asyncio.timeout(120):
             await asyncio.gather(*(engine.start() for engine in engines))
         try:
-            yield group, engines
+            yield engines
         finally:
             for engine in engines:
                 engine.turns.stop()
+                engine.board.close()
 
 
 def states(engines: list[Engine]) -> list[str]:
@@ -136,17 +123,17 @@ async def reach(engine: Engine, state: str) -> None:
 
 @virtual
 async def test_engines_come_up_one_after_the_other_and_answer_in_turns() -> None:
-    async with trio() as (group, engines):
+    async with trio() as engines:
         assert sorted(states(engines)) == ["asleep", "asleep", "awake"]
         await asyncio.gather(*(engine.answer(0.5) for engine in engines for _ in range(3)))
         assert [engine.answered for engine in engines] == [3, 3, 3]
-        assert sum(group.rota.turns.values()) == 5
+        assert sum(engine.turns.begun for engine in engines) == 5
         assert all(engine.turns.stats()["sleep_s"] in {0.0, SLEEP_S} for engine in engines)
 
 
 @virtual
 async def test_the_first_switch_of_each_engine_is_as_fast_as_the_others() -> None:
-    async with trio() as (_, engines):
+    async with trio() as engines:
         rounds = []
         for _ in range(3):
             began = now()
@@ -159,10 +146,9 @@ async def test_the_first_switch_of_each_engine_is_as_fast_as_the_others() -> Non
 
 @virtual
 async def test_an_engine_that_can_not_sleep_does_not_come_up(tmp_path: Path) -> None:
-    group = Group(tmp_path)
-    engine = Engine(group, "a")
+    engine = Engine(tmp_path, FakeDevice(), "a")
     await engine.turns.first()
-    sleeper = FakeSleeper("a", group.device)
+    sleeper = FakeSleeper("a", engine.device)
     sleeper.broken = ValueError("no memory of the host")
     with pytest.raises(RuntimeError, match="a failed to fall asleep and wake up: no memory of the host"):
         await engine.turns.rehearse(sleeper, engine.batcher)
@@ -170,7 +156,7 @@ async def test_an_engine_that_can_not_sleep_does_not_come_up(tmp_path: Path) -> 
 
 @virtual
 async def test_a_switch_lets_what_runs_end_and_starts_nothing_more() -> None:
-    async with trio() as (_, engines):
+    async with trio() as engines:
         (awake,) = [engine for engine in engines if engine.turns.state == "awake"]
         other = engines[0] if engines[0] is not awake else engines[1]
         running = asyncio.create_task(awake.answer(12.0))
@@ -187,7 +173,7 @@ async def test_a_switch_lets_what_runs_end_and_starts_nothing_more() -> None:
 
 @virtual
 async def test_the_wait_of_a_refused_request_contains_the_turn() -> None:
-    async with trio() as (_, engines):
+    async with trio() as engines:
         (awake,) = [engine for engine in engines if engine.turns.state == "awake"]
         other = engines[0] if engines[0] is not awake else engines[1]
         await awake.answer(50.0, 100)
@@ -204,51 +190,17 @@ async def test_the_wait_of_a_refused_request_contains_the_turn() -> None:
             task.cancel()
 
 
-@virtual
-async def test_engines_keep_their_state_while_no_turns_are_given_and_go_on_with_a_new_rota() -> None:
-    async with trio() as (group, engines):
-        (awake,) = [engine for engine in engines if engine.turns.state == "awake"]
-        before = states(engines)
-        group.cut = True
-        others = [asyncio.create_task(engine.answer(0.1)) for engine in engines if engine is not awake]
-        await awake.answer(5.0)
-        await asyncio.sleep(10.0)
-        assert states(engines) == before
-        group.renew()
-        group.cut = False
-        await asyncio.gather(*others)
-
-
-@pytest.mark.parametrize("moment", ["draining", "asleep", "waking"])
-@virtual
-async def test_a_new_rota_in_the_middle_of_a_switch_takes_it_up(moment: str) -> None:
-    async with trio() as (group, engines):
-        (awake,) = [engine for engine in engines if engine.turns.state == "awake"]
-        other = engines[0] if engines[0] is not awake else engines[1]
-        running = asyncio.create_task(awake.answer(3.0))
-        waiting = asyncio.create_task(other.answer(0.1))
-        watched = other if moment == "waking" else awake
-        await reach(watched, moment)
-        group.renew()
-        await asyncio.gather(running, waiting)
-
-
 @pytest.mark.parametrize("moment", ["draining", "waking"])
 @virtual
 async def test_the_others_go_on_when_an_engine_dies_in_the_middle_of_a_switch(moment: str) -> None:
-    async with trio() as (group, engines):
+    async with trio() as engines:
         (awake,) = [engine for engine in engines if engine.turns.state == "awake"]
         other, third = [engine for engine in engines if engine is not awake]
         running = asyncio.create_task(awake.answer(3.0))
         waiting = asyncio.create_task(other.answer(0.1))
         victim = other if moment == "waking" else awake
         await reach(victim, moment)
-        # Its process ends, and Ray tells of it a second later.
-        victim.turns.stop()
-        victim.sleeper.release()
-        victim.lock.give()
-        await asyncio.sleep(1.0)
-        group.rota.remove("abc"[engines.index(victim)], now())
+        victim.kill()
         await third.answer(0.1)
         if victim is awake:
             await waiting
@@ -259,7 +211,7 @@ async def test_the_others_go_on_when_an_engine_dies_in_the_middle_of_a_switch(mo
 @pytest.mark.parametrize("error", [MemoryError("no memory"), TimeoutError()])
 @virtual
 async def test_an_engine_that_fails_to_wake_up_says_why_and_the_others_go_on(error: Exception) -> None:
-    async with trio() as (_, engines):
+    async with trio() as engines:
         (awake,) = [engine for engine in engines if engine.turns.state == "awake"]
         broken, third = [engine for engine in engines if engine is not awake]
         broken.sleeper.broken = error
@@ -282,7 +234,7 @@ async def test_an_engine_that_fails_to_wake_up_says_why_and_the_others_go_on(err
 
 @virtual
 async def test_a_dead_engine_is_left_to_its_watchdog() -> None:
-    async with trio() as (_, engines):
+    async with trio() as engines:
         broken = next(engine for engine in engines if engine.turns.state == "asleep")
         broken.sleeper.died = True
         broken.sleeper.broken = RuntimeError("it died")
@@ -295,24 +247,21 @@ async def test_a_dead_engine_is_left_to_its_watchdog() -> None:
 
 
 @virtual
-async def test_one_that_sleeps_and_has_no_work_reports_rarely() -> None:
-    async with trio() as (group, engines):
-        group.reports.clear()
+async def test_work_of_a_sleeping_engine_is_told_at_once() -> None:
+    async with trio() as engines:
         await asyncio.sleep(10.0)
-        count = {name: sum(report.replica == name for report in group.reports) for name in "abc"}
-        rarely = [each for each in count.values() if each <= 10.0 / IDLE_S + 1]
-        assert len(rarely) == 2
-        # Work is told of at once.
         asleep = next(engine for engine in engines if engine.turns.state == "asleep")
         began = now()
         await asleep.answer(0.0)
         assert now() - began < SLEEP_S + WAKE_S + 0.3
+        # The device stood still for the sleep of the other engine and for the wake-up.
+        assert asleep.turns.still_s == pytest.approx(SLEEP_S + WAKE_S, abs=0.2)
 
 
 @pytest.mark.parametrize("switch", ["sleep", "wake"])
 @virtual
-async def test_a_new_rota_leaves_the_device_to_an_engine_whose_switch_takes_long(switch: str) -> None:
-    async with trio() as (group, engines):
+async def test_an_engine_has_the_device_for_as_long_as_its_switch_takes(switch: str) -> None:
+    async with trio() as engines:
         (awake,) = [engine for engine in engines if engine.turns.state == "awake"]
         second, third = [engine for engine in engines if engine is not awake]
         awake.sleeper.sleep_s = 20.0 if switch == "sleep" else SLEEP_S
@@ -320,23 +269,35 @@ async def test_a_new_rota_leaves_the_device_to_an_engine_whose_switch_takes_long
         requests = [asyncio.create_task(second.answer(0.1))]
         await reach(*((awake, "draining") if switch == "sleep" else (second, "waking")))
         await asyncio.sleep(0.1)
-        group.renew()
         requests.append(asyncio.create_task(third.answer(0.1)))
-        # An engine that wakes up beside another one fails.
+        # An engine that wakes up beside another engine fails.
         await asyncio.gather(*requests)
         assert (second.answered, third.answered) == (1, 1)
 
 
 @virtual
-async def test_a_new_rota_gives_no_device_away_that_a_silent_engine_has(tmp_path: Path) -> None:
-    """The constructor of an engine holds its event loop, and no report is sent meanwhile."""
-    group = Group(tmp_path)
-    first, second = Engine(group, "a"), Engine(group, "b")
-    starting = asyncio.create_task(first.start(load_s=30.0))
-    await reach(first, "loading")
-    group.renew()
-    # An engine that loads beside another one fails.
-    await asyncio.gather(starting, second.start())
+async def test_no_engine_takes_the_device_of_an_engine_that_loads_for_long(tmp_path: Path) -> None:
+    """The constructor of an engine holds its event loop, and no entry is written meanwhile."""
+    device = FakeDevice()
+    first, second = Engine(tmp_path, device, "a"), Engine(tmp_path, device, "b")
+    # An engine that loads beside another engine fails.
+    await asyncio.gather(first.start(load_s=30.0), second.start())
     await asyncio.gather(first.answer(0.1), second.answer(0.1))
+    for engine in (first, second):
+        engine.turns.stop()
+
+
+@virtual
+async def test_engines_stay_as_they_are_while_the_files_are_lost(tmp_path: Path) -> None:
+    device = FakeDevice()
+    first, second = Engine(tmp_path / "f", device, "a"), Engine(tmp_path / "f", device, "b")
+    await asyncio.gather(first.start(), second.start())
+    await second.answer(0.1)
+    (tmp_path / "f").rename(tmp_path / "away")
+    waiting = asyncio.create_task(first.answer(0.1))
+    await asyncio.sleep(30.0)
+    assert [first.turns.state, second.turns.state] == ["asleep", "awake"]
+    (tmp_path / "away").rename(tmp_path / "f")
+    await waiting
     for engine in (first, second):
         engine.turns.stop()

@@ -8,7 +8,7 @@ import pytest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from serve_app.engine.vllm import sleep as vllm_sleep
-from serve_app.engine.vllm.sleep import SleepingError, VLLMSleeper, check_sleep_mode
+from serve_app.engine.vllm.sleep import SleepingError, VLLMSleeper, check_sleep_mode, shared_devices
 from serve_app.ledger.calls import CallBook
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.schema import SettingsError
@@ -97,3 +97,29 @@ def test_a_device_without_sleep_mode_is_refused(available: bool, monkeypatch: py
         return
     with pytest.raises(SettingsError, match=r"models\[a\].share: vLLM has no sleep mode .* \(cpu\); leave"):
         check_sleep_mode(shared)
+
+
+@pytest.mark.parametrize(
+    ("visible", "engine", "expected"),
+    [
+        ("", {}, ("GPU-0",)),
+        ("3,5", {}, ("GPU-0",)),
+        ("3,5,6", {"tensor_parallel_size": 2}, ("GPU-0", "GPU-1")),
+        ("MIG-a", {}, ("MIG-a",)),
+    ],
+)
+def test_gpus_have_the_same_names_in_all_containers_of_a_machine(
+    visible: str, engine: dict[str, int], expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def uuid(number: int) -> str:
+        return f"GPU-{number}"
+
+    platform = SimpleNamespace(
+        is_cuda=lambda: True, device_control_env_var="CUDA_VISIBLE_DEVICES", get_device_uuid=uuid
+    )
+    monkeypatch.setattr(vllm_sleep, "current_platform", platform)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    settings: Any = {"id": "a", "source": "s", "share": "g", "engine": engine}
+    assert shared_devices(LLMSettings(**settings), "node") == expected
+    simulated: Any = {"id": "a", "simulate": "h100-8b", "share": "g"}
+    assert shared_devices(LLMSettings(**simulated), "node") == (f"node:{visible}",)
