@@ -2,6 +2,8 @@
 
 import pytest
 
+# An engine has imported vLLM by then, and the imports are no part of a test's CPU time.
+import serve_app.engine.vllm.engine  # noqa: F401
 from serve_app.engine.vllm import seams
 
 
