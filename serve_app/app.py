@@ -5,7 +5,6 @@ from typing import Any
 
 from ray import serve
 from ray.serve import Application
-from ray.serve._private.constants import RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S
 from ray.serve.config import RequestRouterConfig
 
 from serve_app.engine.deployment import Engine
@@ -14,10 +13,12 @@ from serve_app.ingress.deployment import Ingress
 from serve_app.ingress.status import BATCHES, QUOTAS, engine_name
 from serve_app.jobs.deployment import Batches
 from serve_app.quotas.deployment import Quotas
+from serve_app.settings.environment import HARD_STOP
 from serve_app.settings.environment_check import check_environment
 from serve_app.settings.models import FunctionSettings, ModelSettings
 from serve_app.settings.schema import Settings, parse
 from serve_app.settings.turns import ShareSettings
+from serve_app.system import ray_seams
 
 UNBOUNDED = 100_000
 """Ray Serve's limit on ongoing requests, too high to be reached: the batchers bound their queues, by tokens,
@@ -32,7 +33,7 @@ ROUTER = "serve_app.ingress.replica_router:EngineRouter"
 ROUTING_STATS_PERIOD_S = 2.0
 """Seconds between two reports of a replica's tokens to the processes that choose between replicas."""
 
-GRACE_S = float(RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S)
+GRACE_S = float(os.environ.get(HARD_STOP.name, HARD_STOP.value))
 """Seconds in which a stopping replica may finish its answers: as long as HAProxy lets them run, so that one
 setting bounds the length of a stream. A replica without requests stops at once."""
 
@@ -66,7 +67,9 @@ def build(args: dict[str, Any]) -> Application:
 
     Raises:
         SettingsError: The args are wrong, or need a variable that the environment lacks.
+        RuntimeError: This Ray is another one than that of pyproject.toml, and lacks a name.
     """
+    ray_seams.check()
     settings = parse(args)
     check_environment(settings)
     ingress = serve.deployment(

@@ -1,8 +1,7 @@
 """Warning about a service that is reachable from the network and needs no API key."""
 
-from ray.serve.context import _get_global_client
-
 from serve_app.settings.addresses import is_loopback
+from serve_app.system.ray_seams import _get_global_client
 
 
 def warning(host: str | None, *, keys: bool) -> str | None:

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from ray._common.utils import get_ray_address_file
+from serve_app.system.ray_seams import get_ray_address_file
 
 REQUESTS = "requests_*.log*"
 """Names of the Ingress replicas' request logs in the folder of Serve's logs."""

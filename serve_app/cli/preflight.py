@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from ray._common.utils import get_ray_address_file
-from ray._private.authentication.authentication_token_generator import generate_new_authentication_token
-from ray._private.utils import read_ray_address
-
 from serve_app.cli.errors import LaunchError
 from serve_app.cli.runs import RunningService
 from serve_app.ingress import haproxy
 from serve_app.ingress.haproxy import LEAST_CONNECTIONS, open_files
 from serve_app.system.private_files import close_to_others, new_private_file, token_file
+from serve_app.system.ray_seams import (
+    generate_new_authentication_token,
+    get_ray_address_file,
+    read_ray_address,
+)
 
 OPEN_FILES = open_files(LEAST_CONNECTIONS)
 """Least open files that HAProxy needs to start; more open files allow more connections."""

@@ -19,12 +19,12 @@ import os
 import re
 import resource
 from collections.abc import Mapping, MutableMapping
-from importlib import import_module
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from serve_app.settings.environment import OF_CONTROLLER, set_variables
+from serve_app.system import ray_seams
 from serve_app.system.private_files import close_session, close_to_others, private_folder, token_file
 
 FOLDER = Path(f"/tmp/saturate-{os.geteuid()}")
@@ -140,10 +140,8 @@ def prepare(environment: MutableMapping[str, str] = os.environ) -> None:
         PermissionError: The folder of the sockets belongs to another user.
         RuntimeError: Ray Serve is another version, or was loaded before.
     """
-    import ray._private.worker
-
     close_to_others(token_file(environment))
-    node: Any = ray._private.worker._global_node
+    node: Any = ray_seams.worker._global_node
     if node is not None:
         close_session(Path(node.get_session_dir_path()))
     for name, path in FILES.items():
@@ -153,7 +151,7 @@ def prepare(environment: MutableMapping[str, str] = os.environ) -> None:
     _, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
     limits = read_limits(environment, allowed)
     environment[MAXCONN] = str(limits.connections)
-    haproxy: Any = import_module("ray.serve._private.haproxy")
+    haproxy: Any = ray_seams.haproxy
     haproxy.HAPROXY_CONFIG_TEMPLATE = with_limits(haproxy.HAPROXY_CONFIG_TEMPLATE, limits)
 
 

@@ -8,7 +8,7 @@
 import runpy
 import sys
 
-from ray.serve._private import api, client
+from serve_app.system.ray_seams import api, client
 
 NAME = "HTTP_PROXY_TIMEOUT"
 """The constant; both modules import it."""

@@ -3,11 +3,13 @@
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 from serve_app.engine.vllm.seams import PUBLIC, SEAMS
+from serve_app.system import ray_seams
+from serve_app.system.seams import Seam
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,8 +47,6 @@ def modules() -> dict[str, Path]:
 
 
 MODULES = modules()
-
-SEAM = "serve_app.engine.vllm.seams"
 
 
 def imported(module: str) -> Iterator[str]:
@@ -122,10 +122,19 @@ def test_only_the_folder_of_vllm_and_the_simulated_device_import_vllm() -> None:
 def test_every_name_of_vllm_is_public_or_a_seam() -> None:
     used = {name for module in MODULES for name in imported(module) if name.startswith("vllm.")}
     assert used == {f"{module}.{name}" for module, names in PUBLIC.items() for name in names.split()}
-    texts = [path.read_text() for module, path in MODULES.items() if module != SEAM]
-    asked = set(re.findall(r"\w+", "".join(texts)))
+    _all_are_asked_for(SEAMS)
+
+
+def test_every_name_of_ray_is_public_or_a_seam() -> None:
+    used = {name for module in MODULES for name in imported(module) if name.startswith("ray.")}
+    assert {name for name in used if re.search(r"\._(?!_)", name)} == set()
+    _all_are_asked_for(ray_seams.SEAMS)
+
+
+def _all_are_asked_for(seams: Mapping[str, Seam]) -> None:
+    texts = [path.read_text() for module, path in MODULES.items() if not module.endswith("seams")]
     # Names with parts are classes of objects, too, which nobody imports.
-    assert {name for name, seam in SEAMS.items() if not seam.parts} <= asked
+    assert {name for name, seam in seams.items() if not seam.parts} <= set(re.findall(r"\w+", "".join(texts)))
 
 
 def test_the_batcher_imports_only_the_standard_library() -> None:

@@ -12,12 +12,10 @@ sources of another release. No name is imported before it is asked for: vLLM's p
 itself.
 """
 
-import dis
-import functools
 import importlib
-import inspect
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
+
+from serve_app.system.seams import Seam, load, look_for
 
 PUBLIC: dict[str, str] = {
     "vllm": "SamplingParams envs",
@@ -52,26 +50,6 @@ PUBLIC: dict[str, str] = {
     "vllm.v1.outputs": "EMPTY_MODEL_RUNNER_OUTPUT LogprobsLists ModelRunnerOutput",
 }
 """Public names, by module."""
-
-
-class Seam(NamedTuple):
-    """A name of vLLM that isn't public, or a public class whose parts aren't.
-
-    Attributes:
-        module: Its module.
-        use: What it is for.
-        parts: Methods and attributes of it that are used or replaced, those of instances too.
-        issue: The issue of the fault that it mends; empty: there is no fault, or none is reported.
-        ends: The first version of vLLM that needs it no more.
-        before: Its module before it moved to `module`, for the older of the versions that are served.
-    """
-
-    module: str
-    use: str
-    parts: str = ""
-    issue: str = ""
-    ends: tuple[int, ...] = ()
-    before: str = ""
 
 
 APPLICATION = "vLLM's OpenAI server is an application inside a replica"
@@ -294,74 +272,18 @@ def installed() -> tuple[int, ...]:
 
 def ended(name: str) -> bool:
     """Return whether the installed vLLM needs a name no more."""
-    ends = SEAMS[name].ends
-    return bool(ends) and installed() >= ends
+    return SEAMS[name].ended(installed())
 
 
-def check(seams: Mapping[str, Seam] = SEAMS) -> None:
+def check() -> None:
     """Look for all names in the installed vLLM.
 
     Raises:
         RuntimeError: It has some of them no more; the error has them all, with the use of each.
     """
-    lost = list(_lost(seams))
-    if lost:
-        version = ".".join(map(str, installed()))
-        raise RuntimeError(
-            f"vLLM {version} has no {'; no '.join(lost)}. Install the version that pyproject.toml names, or "
-            "see serve_app/engine/vllm/seams.py"
-        )
-
-
-def _lost(seams: Mapping[str, Seam]) -> Iterator[str]:
-    for name, seam in seams.items():
-        if seam.ends and installed() >= seam.ends:
-            continue
-        try:
-            found = _load(name, seam)
-        except AttributeError:
-            yield f"{seam.module}.{name} ({seam.use})"
-            continue
-        for part in seam.parts.split():
-            if not _has(found, part):
-                yield f"{seam.module}.{name}.{part} ({seam.use})"
-
-
-def _has(holder: Any, name: str) -> bool:
-    """Return whether an object has an attribute, or the instances of a class have one."""
-    return hasattr(holder, name) or any(name in _assigned(base) for base in getattr(holder, "__mro__", ()))
-
-
-@functools.cache
-def _assigned(owner: type) -> set[str]:
-    """Return the attributes that the body of a class declares, and those that its methods assign."""
-    codes = [
-        getattr(inspect.unwrap(each), "__code__", None) for each in vars(owner).values() if callable(each)
-    ]
-    steps = (step for code in codes if code is not None for step in dis.get_instructions(code))
-    return {
-        *vars(owner).get("__annotations__", ()),
-        *(each.argval for each in steps if each.opname == "STORE_ATTR"),
-    }
-
-
-def _load(name: str, seam: Seam) -> Any:
-    for module in filter(None, (seam.module, seam.before)):
-        try:
-            holder = importlib.import_module(module)
-        except ModuleNotFoundError:
-            continue
-        if hasattr(holder, name):
-            return getattr(holder, name)
-        try:
-            return importlib.import_module(f"{module}.{name}")
-        except ModuleNotFoundError:
-            continue
-    raise AttributeError(f"this vLLM has no {seam.module}.{name}: {seam.use}")
+    look_for(SEAMS, "vLLM", installed())
 
 
 def __getattr__(name: str) -> Any:
     """Import a name of `SEAMS`."""
-    if name not in SEAMS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _load(name, SEAMS[name])
+    return load(SEAMS, name)
