@@ -25,6 +25,9 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 SHARED = ("tests/e2e/", "tests/serve_app/test_vllm_routes.py", "tests/serve_app/models/test_vllm_options.py")
 """The tests that share the service or `vllm_app`."""
 
+ALONE = "tests/e2e/test_hostile_fields.py"
+"""A test among `SHARED` with an engine of its own."""
+
 LAST = [
     # On the shared service: what measures all of it, adds an application to it, kills its processes.
     "test_prometheus",
@@ -81,7 +84,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> "LoadScopeSc
 
     class ByFile(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return "service" if nodeid.startswith(SHARED) else nodeid.partition("::")[0]
+            shared = nodeid.startswith(SHARED) and not nodeid.startswith(ALONE)
+            return "service" if shared else nodeid.partition("::")[0]
 
     return ByFile(config, log)
 

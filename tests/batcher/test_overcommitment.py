@@ -183,10 +183,8 @@ def compared(lengths: list[int], streams: bool = True) -> tuple[Engine, Engine]:
 @pytest.mark.parametrize(
     ("spread", "streams"),
     [
-        pytest.param(0.5, True, marks=pytest.mark.long),
-        (1.0, True),
-        pytest.param(1.5, True, marks=pytest.mark.long),
         (1.0, False),
+        *(pytest.param(spread, True, marks=pytest.mark.long) for spread in (0.5, 1.0, 1.5)),
     ],
 )
 def test_short_answers_let_more_rows_run_and_the_memory_is_enough(spread: float, streams: bool) -> None:
@@ -197,9 +195,11 @@ def test_short_answers_let_more_rows_run_and_the_memory_is_enough(spread: float,
     assert likely.again <= 0.005 * likely.tokens
 
 
-def test_live_requests_beside_overcommitted_rows_take_little_from_them() -> None:
+@pytest.mark.parametrize("streams", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_live_requests_beside_overcommitted_rows_take_little_from_them(streams: bool) -> None:
     rows = lognormal(1.0, 3_000)
-    alone, beside = serve("max_utilization", rows), serve("max_utilization", rows, live_per_s=10.0)
+    alone = serve("max_utilization", rows, streams)
+    beside = serve("max_utilization", rows, streams, live_per_s=10.0)
     assert beside.tokens > alone.tokens + 100 * LIVE
     assert beside.again <= 0.005 * beside.tokens
     # The live ones reserve the most that they may produce.
@@ -219,8 +219,7 @@ WRONG: dict[str, Callable[[int], int]] = {
     "kind",
     [
         "jump",
-        "short phases",
-        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("phases", "at random")),
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in WRONG if kind != "jump"),
     ],
 )
 def test_wrong_estimates_lose_nothing(kind: str) -> None:

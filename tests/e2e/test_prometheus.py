@@ -22,7 +22,7 @@ from tests.k8s.prometheus import PROMETHEUS, needs_prometheus, queries, rules, w
 from tests.ports import free_port
 from tests.progress import ANSWER_S, STILL_S, wait_until
 
-QUIET, TRIES = 6, 3
+QUIET, TRIES = 4, 3
 """Looks, a second apart, for which a counter that stands still is complete; and how often it is tried."""
 
 WINDOW = "30s"

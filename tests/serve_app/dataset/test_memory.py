@@ -50,17 +50,15 @@ print(json.dumps([done, int(peak.split()[1]) / 1024]))
 """
 
 
-pytestmark = pytest.mark.long
-
-every_form = pytest.mark.parametrize("count", [60_000, 1_000_000])
+LONG = [pytest.param(15_000, count, 200, marks=pytest.mark.long) for count in (60_000, 1_000_000)]
 
 
-def peak_mib(folder: Path, count: int, kind: str) -> float:
-    """Return the peak memory of a run over `count` rows, in MiB."""
+def peak_mib(folder: Path, count: int, length: int, kind: str) -> float:
+    """Return the peak memory of a run over `count` prompts of `length` characters, in MiB."""
     source = folder / f"{count}.jsonl"
     with source.open("w") as file:
         for number in range(count):
-            file.write(json.dumps({"id": f"r{number}", "prompt": f"{number} " + "x" * 200}) + "\n")
+            file.write(json.dumps({"id": f"r{number}", "prompt": f"{number} " + "x" * length}) + "\n")
     out = folder / f"{count}.out.{kind}"
     done = progress.run([sys.executable, "-c", SCRIPT, source, out], check=True)
     rows, mib = json.loads(done.stdout)
@@ -68,15 +66,15 @@ def peak_mib(folder: Path, count: int, kind: str) -> float:
     return float(mib)
 
 
-@every_form
-def test_memory_is_flat(tmp_path: Path, count: int) -> None:
-    few, many = peak_mib(tmp_path, 15_000, "jsonl"), peak_mib(tmp_path, count, "jsonl")
-    print(f"{few:.1f} MiB with 15,000 rows, {many:.1f} MiB with {count:,}")
-    assert many - few < MOST_MIB
+@pytest.mark.parametrize(("few", "many", "length"), [(1_500, 6_000, 4_000), *LONG])
+def test_memory_is_flat(tmp_path: Path, few: int, many: int, length: int) -> None:
+    least, most = (peak_mib(tmp_path, count, length, "jsonl") for count in (few, many))
+    print(f"{least:.1f} MiB with {few:,} rows, {most:.1f} MiB with {many:,}")
+    assert most - least < MOST_MIB
 
 
-@every_form
-def test_memory_of_a_parquet_output_is_flat(tmp_path: Path, count: int) -> None:
-    few, many = peak_mib(tmp_path, 15_000, "parquet"), peak_mib(tmp_path, count, "parquet")
-    print(f"{few:.1f} MiB with 15,000 rows, {many:.1f} MiB with {count:,}")
-    assert many - few < 3 * MOST_MIB
+@pytest.mark.parametrize(("few", "many", "length"), LONG)
+def test_memory_of_a_parquet_output_is_flat(tmp_path: Path, few: int, many: int, length: int) -> None:
+    least, most = (peak_mib(tmp_path, count, length, "parquet") for count in (few, many))
+    print(f"{least:.1f} MiB with {few:,} rows, {most:.1f} MiB with {many:,}")
+    assert most - least < 3 * MOST_MIB
