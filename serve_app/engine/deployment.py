@@ -39,15 +39,12 @@ from serve_app.system.garbage_collection import collect_rarely
 from serve_app.system.parent_death import tie_children
 from serve_app.system.serve_logging import preserved_handlers
 from serve_app.telemetry.catalogue import (
-    AWAKE,
     OUTPUT_TOKENS,
     PROMPT_TOKENS,
     ROWS_DISPLACED,
     ROWS_LEFT_OUT,
     STEP_BOUND,
     STEP_SECONDS,
-    SWITCHING,
-    TURNS_BEGUN,
 )
 from serve_app.telemetry.meters import Meters
 from serve_app.turns.board import LOCKED, Board
@@ -346,9 +343,6 @@ class Engine(Replica):
                 for part, seconds in figures.step_s:
                     meters.record(STEP_SECONDS, seconds, self._id, part)
             if (turns := self._turns) is not None:
-                labels = self._id, turns.group
-                meters.record(AWAKE, turns.state in {"awake", "draining"}, *labels)
-                meters.count(TURNS_BEGUN, turns.begun, *labels)
-                meters.count(SWITCHING, turns.still_s, *labels)
+                turns.report(meters)
 
         return report

@@ -16,6 +16,8 @@ from serve_app.api.protocol import JSON
 from serve_app.settings.turns import ShareSettings
 from serve_app.stats import Turn
 from serve_app.system.rounds import Rounds
+from serve_app.telemetry.catalogue import AWAKE, SWITCHING, TURNS_BEGUN
+from serve_app.telemetry.meters import Meters
 from serve_app.turns.board import Board
 from serve_app.turns.rota import Entry, Order, State, follow
 
@@ -80,10 +82,7 @@ class EngineTurns:
         clock: Returns the time in seconds; the batcher's clock, and the other engines' too.
 
     Attributes:
-        group: Its group.
         cause: Why it has failed; empty otherwise.
-        begun: Turns that have begun.
-        still_s: Seconds in which switches to this engine kept its devices from work.
     """
 
     def __init__(
@@ -99,10 +98,9 @@ class EngineTurns:
         self._settings = settings
         self._board = board
         self._clock = clock
-        self.group = group
         self.cause = ""
-        self.begun = 0
-        self.still_s = 0.0
+        self._begun = 0  # turns
+        self._still_s = 0.0  # seconds in which switches to this engine kept its devices from work
         now = clock()
         # The entry as it is now, and as it was written last.
         self._own = self._written = Entry(group, devices, "starting", now, since=now)
@@ -201,13 +199,20 @@ class EngineTurns:
     def stats(self) -> JSON:
         """Return the entry of `/stats`."""
         return Turn(
-            group=self.group,
+            group=self._own.group,
             state=self.state,
-            turns=self.begun,
+            turns=self._begun,
             sleep_s=round(self._own.sleep_s, 3),
             wake_s=round(self._own.wake_s, 3),
             **({"cause": self.cause} if self.cause else {}),
         ).body()
+
+    def report(self, meters: Meters) -> None:
+        """Record the metrics of the turns."""
+        labels = self._model, self._own.group
+        meters.record(AWAKE, self.state in {"awake", "draining"}, *labels)
+        meters.count(TURNS_BEGUN, self._begun, *labels)
+        meters.count(SWITCHING, self._still_s, *labels)
 
     async def _run(self) -> None:
         while self._written.state != "failed":
@@ -261,12 +266,12 @@ class EngineTurns:
             return
         self._begin()
         self._own = replace(self._own, wake_s=self._own.began - began)
-        self.still_s += self._own.began - still_from
+        self._still_s += self._own.began - still_from
         self._batcher.resume()
 
     def _begin(self) -> None:
         self._own = replace(self._own, state="awake", began=self._clock())
-        self.begun += 1
+        self._begun += 1
 
     async def _fail(self, what: str, error: Exception) -> None:
         """Refuse all requests, and leave the devices to the other engines."""

@@ -11,6 +11,9 @@ import pytest
 from batcher import Closed, ContinuousBatcher, QueueFull
 from serve_app.engine.turns import FAILED_S, EngineTurns
 from serve_app.settings.turns import ShareSettings
+from serve_app.telemetry.catalogue import AWAKE, SWITCHING, TURNS_BEGUN, Metric
+from serve_app.telemetry.histogram import Instrument
+from serve_app.telemetry.meters import Meters
 from serve_app.turns.board import Board
 from tests.batcher.virtual import now, virtual
 
@@ -108,6 +111,18 @@ async def trio() -> AsyncGenerator[list[Engine], None]:
                 engine.board.close()
 
 
+def meters(values: dict[tuple[str, ...], float]) -> Meters:
+    """Return meters that put the last value of each series into `values`."""
+
+    def make(metric: Metric) -> Instrument:
+        def record(value: float, labels: dict[str, str]) -> None:
+            values[metric.name, *labels.values()] = value
+
+        return record
+
+    return Meters((AWAKE, TURNS_BEGUN, SWITCHING), make)
+
+
 def states(engines: list[Engine]) -> list[str]:
     return [engine.turns.state for engine in engines]
 
@@ -127,7 +142,7 @@ async def test_engines_come_up_one_after_the_other_and_answer_in_turns() -> None
         assert sorted(states(engines)) == ["asleep", "asleep", "awake"]
         await asyncio.gather(*(engine.answer(0.5) for engine in engines for _ in range(3)))
         assert [engine.answered for engine in engines] == [3, 3, 3]
-        assert sum(engine.turns.begun for engine in engines) == 5
+        assert sum(engine.turns.stats()["turns"] for engine in engines) == 5
         assert all(engine.turns.stats()["sleep_s"] in {0.0, SLEEP_S} for engine in engines)
 
 
@@ -254,8 +269,23 @@ async def test_work_of_a_sleeping_engine_is_told_at_once() -> None:
         began = now()
         await asleep.answer(0.0)
         assert now() - began < SLEEP_S + WAKE_S + 0.3
+
+
+@virtual
+async def test_metrics_have_the_awake_model_its_turns_and_the_cost_of_switches() -> None:
+    async with trio() as engines:
+        asleep = next(engine for engine in engines if engine.turns.state == "asleep")
+        await asleep.answer(0.0)
+        values: dict[tuple[str, ...], float] = {}
+        for engine in engines:
+            engine.turns.report(meters(values))
+        awake, turns, still = (metric.name for metric in (AWAKE, TURNS_BEGUN, SWITCHING))
+        models = {engine.name: float(engine is asleep) for engine in engines}
+        assert {model: values[awake, model, "g"] for model in models} == models
+        assert {model: values[turns, model, "g"] - 1 for model in models} == models
         # The device stood still for the sleep of the other engine and for the wake-up.
-        assert asleep.turns.still_s == pytest.approx(SLEEP_S + WAKE_S, abs=0.2)
+        assert values.pop((still, asleep.name, "g")) == pytest.approx(SLEEP_S + WAKE_S, abs=0.2)
+        assert still not in {name for name, *_ in values}
 
 
 @pytest.mark.parametrize("switch", ["sleep", "wake"])

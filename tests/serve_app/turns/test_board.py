@@ -167,6 +167,7 @@ def test_no_two_engines_have_a_device_however_they_are_killed(tmp_path: Path) ->
     def turns() -> list[int]:
         found = {path: path.read_text() if path.exists() else "" for path in engines}
         assert "beside another engine" not in found.values()
+        assert all(process.is_alive() for process in engines.values())
         return [len(text.splitlines()) for text in found.values()]
 
     for number in range(3, 33):

@@ -4,6 +4,7 @@ A test named `…_still_…` shows the fault in vLLM as it is installed. Where i
 """
 
 import asyncio
+import fcntl
 import json
 import platform
 import sys
@@ -47,6 +48,7 @@ from serve_app.engine.vllm.workarounds import (
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.sources import DEMO_MODEL
 from serve_app.system.parent_death import TIED
+from serve_app.turns.board import LOCKED
 from tests.progress import run
 from tests.serve_app.engine.pooling_application import Application
 from tests.serve_app.engine.pooling_models import make_classifier
@@ -95,6 +97,17 @@ def test_the_engines_of_a_replica_are_corrected(monkeypatch: pytest.MonkeyPatch,
     plugin.zero_blocks()
     plugin.load()
     assert config.needs_kv_cache_zeroing
+
+
+def test_the_processes_of_an_engine_lock_the_file_of_its_entry(
+    monkeypatch: pytest.MonkeyPatch, restored: None, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(TIED, "1")
+    (file := tmp_path / "entry").touch()
+    monkeypatch.setenv(LOCKED, str(file))
+    plugin.load()
+    with file.open() as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def shrunk() -> tuple[list[list[float]], list[list[float]]]:
