@@ -1,11 +1,12 @@
 """Facts of a request: one inspection of its body gives its limits, routing key and a bound on its tokens."""
 
+import hashlib
 import logging
 import re
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import fields
 from itertools import accumulate, chain
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 from zlib import crc32
 
 import msgspec
@@ -16,7 +17,7 @@ from starlette.datastructures import Headers
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from serve_app.api.errors import ANTHROPIC, RequestError
-from serve_app.api.protocol import MAX_NAME, check_count
+from serve_app.api.protocol import MAX_NAME, MOST_TEXT, check_count
 from serve_app.api.routes import (
     CHAT_BATCH,
     CLASSIFY,
@@ -86,7 +87,7 @@ class Facts(Struct, frozen=True, kw_only=True):
             rest of the context; 0: the route makes no tokens.
         values: Answers, and logprobs of their tokens, that vLLM makes for the whole answer at least.
         runs: Whether the route runs the model at all; `/tokenize` does not.
-        grammar: Whether the body names a field that may hold a grammar.
+        grammar: Hash of the fields that may hold a grammar; empty: the body has none.
         media: Key or type of a part of a message that holds media; empty: there is none.
         stream: Whether the request asks for a stream.
         model: The model that the body names; None: the body names no model.
@@ -104,7 +105,7 @@ class Facts(Struct, frozen=True, kw_only=True):
     output: int | None = None
     values: int = 0
     runs: bool = True
-    grammar: bool = False
+    grammar: bytes = b""
     media: str = ""
     stream: bool = False
     model: str | None = None
@@ -158,7 +159,7 @@ class Facts(Struct, frozen=True, kw_only=True):
 NOTHING = Facts(prompt=0, output=0, runs=False)
 """Facts of a request that runs no model."""
 
-UNKNOWN = Facts(prompt=None, grammar=True)
+UNKNOWN = Facts(prompt=None)
 """Facts of a request whose body hasn't been inspected."""
 
 
@@ -268,11 +269,18 @@ parsed, too."""
 OPTION_BYTES = 1 << 18
 """Most bytes of all fields beside `CONTENT` together."""
 
+MAX_GRAMMAR_BYTES = 1 << 20
+"""Most bytes of all fields with grammars, which vLLM parses as JSON on the event loop: 10 ms."""
+
 MAX_TEMPLATE_BYTES = 16_384
 """Most bytes of `chat_template_kwargs`: a template may repeat a value for each message."""
 
 MAX_TEMPLATE_NUMBER = 1_000_000
 """Largest number in `chat_template_kwargs`: a template may repeat a text as often."""
+
+MOST_ANSWERS = 16_384
+"""Most answers to a prompt that vLLM makes (`VLLM_MAX_N_SEQUENCES`): it adds the number of an answer to the
+seed, and an engine ends at a seed beyond 64 bits."""
 
 _MOST_VALUE = 4_096
 """Most bytes of a value that is read: a name, a number, a tier."""
@@ -291,8 +299,6 @@ _MOST_BOUNDARY = 70
 """Most bytes of the boundary of a form, by RFC 2046."""
 
 _FALSE = (b"null", b"false", b"0", b"0.0", b"f", b"n", b"no", b"off")
-_FORM_FIELDS = ("model", "n", "stream", *LENGTHS[SPEECH[0]])
-"""Fields that are read in a form."""
 
 
 def inspect(
@@ -408,7 +414,7 @@ _Part: Any = msgspec.defstruct(
     "_Part",
     [
         (name, msgspec.Raw, msgspec.Raw(b""))
-        for name in ("type", "content", "output", "prompt_embeds", *MEDIA)
+        for name in ("type", "uuid", "content", "output", "prompt_embeds", *MEDIA)
     ],
 )
 
@@ -452,7 +458,68 @@ def _is_true(text: Value) -> bool:
     return bytes(text).strip(b'" ').lower() not in _FALSE
 
 
+class _Repetition(msgspec.Struct):
+    """The field `repetition_detection`."""
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+
+_REPETITION = msgspec.json.Decoder(_Repetition, strict=False)
+_FLOAT = msgspec.json.Decoder(float, strict=False)
+
+
+def _token_ids(text: Value) -> int:
+    return bytes(text).count(b",") + 1
+
+
+def _compared(text: Value) -> int:
+    """Return how many tokens vLLM compares at each token, at most: it tries each size of a pattern."""
+    each = _REPETITION.decode(text)
+    smallest, largest = max(1, each.min_pattern_size), each.max_pattern_size
+    sizes = (smallest + largest) * max(0, largest - smallest + 1) // 2
+    return sizes * max(0, each.min_count - 1)
+
+
+class _Bound(NamedTuple):
+    """The bound of a field.
+
+    Attributes:
+        measure: Returns the size of a value.
+        most: The largest size.
+        words: Words of a message about the size, which stands for `{}`.
+    """
+
+    measure: Callable[[Value], float]
+    most: float
+    words: str
+
+
+BOUNDS: dict[str, _Bound] = {
+    **dict.fromkeys(
+        ("stop", "stop_sequences", "bad_words", "vllm_xargs"), _Bound(len, MOST_TEXT, "has {} bytes")
+    ),
+    # The sampler of an engine on a GPU has room for 128, some of which are the model's own.
+    "stop_token_ids": _Bound(_token_ids, 64, "has {} token ids"),
+    **dict.fromkeys(("logit_bias", "allowed_token_ids"), _Bound(_token_ids, 1_024, "has {} token ids")),
+    # A fifth of a millisecond.
+    "repetition_detection": _Bound(_compared, 4_096, "compares {} tokens at each token"),
+    # The exponent of a length.
+    "length_penalty": _Bound(lambda text: abs(_FLOAT.decode(text)), 10, "is {} up or down"),
+    "seed": _Bound(_INTEGER.decode, 2**63 - MOST_ANSWERS, "is {}"),
+}
+"""Bounds on fields of vLLM's routes.
+
+vLLM goes through such a field at each token, where all other requests wait, or the engine ends at a larger
+value. `GenerateRequest` has the bounds of `/generate`.
+"""
+
+_FORM_FIELDS = ("model", "n", "stream", *LENGTHS[SPEECH[0]], *BOUNDS)
+"""Fields that are read in a form."""
+
 _FIELDS: dict[str, Callable[[Value], Any]] = {
+    **{name: bound.measure for name, bound in BOUNDS.items()},
     **dict.fromkeys(("model", "service_tier"), _TEXT.decode),
     **dict.fromkeys(("n", "best_of", *chain(*LENGTHS.values())), _INTEGER.decode),
     **dict.fromkeys(("logprobs", "top_logprobs"), _number),
@@ -539,7 +606,7 @@ def _facts(content: Fields, size: int, path: str, limits: RequestLimits) -> Fact
         output=output,
         values=0 if output == 0 or call else _answer_values(stated, path, prompts),
         runs=runs,
-        grammar=not call and not content.keys().isdisjoint(GRAMMARS),
+        grammar=_grammar_hash(content) if runs and not (call or content.keys().isdisjoint(GRAMMARS)) else b"",
         media=look.media,
         stream=stated.get("stream", False),
         model=stated.get("model"),
@@ -563,7 +630,8 @@ def _stated(
             continue
         size += len(name) + len(text)
         if (read := known.get(name)) is not None:
-            if len(text) > _MOST_VALUE:
+            bound = BOUNDS.get(name)
+            if bound is None and len(text) > _MOST_VALUE:
                 raise _refused(f"{name}: has {len(text)} bytes; at most {_MOST_VALUE} are read", name)
             try:
                 stated[name] = read(text)
@@ -571,6 +639,10 @@ def _stated(
                 raise _refused(f"{name}: {str(error).lower().replace('`', '')}", name) from None
             except _ERRORS:
                 raise _refused(f"{name}: is no value that can be read", name) from None
+            # NaN is in no bound.
+            if bound is not None and not stated[name] <= bound.most:
+                found = bound.words.format(stated[name])
+                raise _refused(f"{name}: {found}; at most {bound.most} are allowed", name)
     return stated, looked, size
 
 
@@ -735,7 +807,10 @@ class _Look:
         """Look for media in a message or a part; return the parts of its content."""
         part = _PART.decode(text)
         kind = _TEXT.decode(part.type) if _first(part.type) == _QUOTE else ""
-        found = kind if kind in MEDIA else next((key for key in MEDIA if len(getattr(part, key))), "")
+        found = kind if kind in MEDIA else ""
+        if not kind or len(part.uuid):
+            # vLLM goes by the keys then.
+            found = found or next((key for key in MEDIA if len(getattr(part, key))), "")
         self.media = self.media or found
         if found or kind == "prompt_embeds" or len(part.prompt_embeds):
             self.unknown = True
@@ -819,6 +894,23 @@ def _values(text: Value, most: int, numbers: int = 1) -> int:
         raw = b'"'.join(raw.split(b'"')[::2])
     lists = raw.count(b"[") + raw.count(b"{")
     return max(lists + raw.count(b",") // numbers, quotes // (2 if numbers > 1 else 4))
+
+
+def _grammar_hash(content: Fields) -> bytes:
+    """Return a hash of the fields that may hold grammars.
+
+    Raises:
+        RequestError: 400, they are too long.
+    """
+    found = {name: bytes(content[name]) for name in GRAMMARS if name in content}
+    if (size := sum(map(len, found.values()))) > MAX_GRAMMAR_BYTES:
+        name = max(found, key=lambda name: len(found[name]))
+        message = (
+            f"{name}: grammars and tools have {size} bytes together; at most {MAX_GRAMMAR_BYTES} are allowed"
+        )
+        raise _refused(message, name)
+    texts = (b"%s %d %s" % (name.encode(), len(text), text) for name, text in found.items())
+    return hashlib.sha256(b"".join(texts)).digest()
 
 
 def _answer_values(stated: dict[str, Any], path: str, prompts: int) -> int:

@@ -4,7 +4,7 @@ import json
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from serve_app.api.errors import RequestError
 from serve_app.api.scheduling import SchedulingFields
@@ -19,6 +19,10 @@ MAX_NAME = 1_000
 MAX_SALT = 256
 """Most characters of a `cache_salt`: it is in the hash of a prompt's first block."""
 
+MOST_TEXT = 16_384
+"""Most bytes of the JSON text of `stop`, `bad_words` or `vllm_xargs`: vLLM looks for each stop string at each
+token, and tokenizes bad words on the event loop."""
+
 LISTED = "GET /docs lists the fields of each route"
 
 Probability = Annotated[float, Field(strict=True, gt=0, le=1)]
@@ -28,6 +32,12 @@ Flag = Annotated[bool, Field(strict=True)]
 
 def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
+
+
+def _bounded(texts: list[str]) -> list[str]:
+    if (size := len(msgspec.json.encode(texts))) > MOST_TEXT:
+        raise ValueError(f"has {size} bytes; at most {MOST_TEXT} are allowed")
+    return texts
 
 
 class SamplingFields(BaseModel):
@@ -45,7 +55,9 @@ class SamplingFields(BaseModel):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(strict=True, gt=0, le=2)] | None = None
     seed: Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[list[str], Field(max_length=64), BeforeValidator(_as_list)] | None = None
+    stop: (
+        Annotated[list[str], Field(max_length=64), BeforeValidator(_as_list), AfterValidator(_bounded)] | None
+    ) = None
     stop_token_ids: Annotated[list[Annotated[int, Field(strict=True)]], Field(max_length=64)] | None = None
     ignore_eos: Flag | None = None
 

@@ -26,6 +26,9 @@ from serve_app.wire.usage import RequestUsage
 MAX_BUFFERED_BYTES = 1 << 20
 """An application that is this far ahead of its reader waits."""
 
+ERROR_EVENTS = (b'data: {"error"', b"event: error")
+"""Beginnings of the events by which an application tells in a stream that it has failed."""
+
 LEAVE_S = 2.0
 """Seconds that an application has to end by itself once its client has left."""
 
@@ -70,7 +73,8 @@ class Answer:
     Attributes:
         headers: Headers that are added to the answer.
         tokens: The tokens of the stream, so that it can go on in another Engine; None: it can't.
-        explain: Returns the error that stands for a whole answer of the application; None: the answer stays.
+        explain: Returns the error that stands for a whole answer, or an event, in which the application tells
+            of an error; None: its own words stay.
         begun: Whether the reader has a piece.
         ended: Whether the application has said all.
     """
@@ -150,7 +154,7 @@ class Answer:
             self._streams = self._head.is_event_stream
             return
         body = message.get("body", b"")
-        if body and self._streams and self._refusal():
+        if body and self._streams and self._broken(body):
             # An application that streams may have sent status 200 and makes an event of the error.
             self._failed = True
         elif body:
@@ -163,6 +167,13 @@ class Answer:
         if self._size > self._most and not self.ended:
             self._writable.clear()
             await self._writable.wait()
+
+    def _broken(self, event: bytes) -> bool:
+        """Return whether a stream ends with an error: its request has failed, or an event says so."""
+        if self._error is None and event.startswith(ERROR_EVENTS) and not (self._refusal() or self._lost()):
+            assert self._head is not None
+            self._error = self.explain(self._head, event)
+        return bool(self._error or self._refusal())
 
     def complete(self, content: bytes) -> None:
         """Give the whole answer, which is JSON."""
@@ -269,7 +280,7 @@ class Answer:
             self._last = body or self._last
             return Piece(None, body, self._ids(), usage if complete else None)
         assert head is not None or wrong is not None
-        if head is not None and complete and wrong is None:
+        if head is not None and head.status >= 400 and complete and wrong is None:
             wrong = self.explain(head, body)
         if wrong is not None:
             head, body, _, _, _ = error_piece(wrong, path, usage)

@@ -72,6 +72,9 @@ class Engine(Replica):
     _turns: EngineTurns | None = None
     """Turns on a shared device; None: it has one of its own."""
 
+    _multimodal = False
+    """Whether the model takes media."""
+
     # Serve awaits a constructor that is a coroutine.
     async def __init__(  # type: ignore[misc]
         self,
@@ -92,6 +95,7 @@ class Engine(Replica):
             )
         self._open(settings.id, telemetry, usage, quotas)
         self._max_prompts = max_prompts
+        self._multimodal = settings.multimodal
         with preserved_handlers():
             # Imported only where a model is held: vLLM takes seconds and a gigabyte.
             from serve_app.engine.vllm.engine import VLLMEngine
@@ -276,6 +280,12 @@ class Engine(Replica):
         most = self._engine.max_tokenize_tokens
         if refusal := self._unserved(job.request.path) or too_many_ids(job.request, most):
             raise refusal
+        if (kind := job.facts.media) and not self._multimodal:
+            message = (
+                f"{kind!r} parts are not taken by this model, whose setting `multimodal` is not true; "
+                "send text alone"
+            )
+            raise RequestError(400, "invalid_request_error", message)
 
     def _refusal(self, job: Job) -> RequestError | None:
         if self._engine.died:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from batcher import Aborted, BatcherError, ContinuousBatcher, Expired, Oversize, QueueFull, Slot
 from serve_app.api.errors import EngineAwayError, RequestError
 from serve_app.engine.adapters import AdapterSlots
-from serve_app.engine.grammars import Recent, key_of
+from serve_app.engine.grammars import Recent
 from serve_app.engine.job import Job
 
 if TYPE_CHECKING:
@@ -116,8 +116,6 @@ class Door:
         self._check_values(job.facts.values)
         if adapter := job.request.adapter:
             await self._adapters.check(adapter)
-        if job.facts.grammar and job.facts.runs:
-            job.grammar = key_of(job.request.body)
         slot = job.slot = self._slot(job)
         if job.request.resumes:
             # A stream that goes on is never refused: it waits for space too.
@@ -224,9 +222,9 @@ class Door:
             if not own:
                 await self._enter_further(job, slot)
             self.correct(slot, prompt_tokens, max_tokens)
-            if job.grammar:
+            if grammar := job.facts.grammar:
                 # The engine can compile what the job asks for.
-                self._known.set(job.grammar, "")
+                self._known.set(grammar, "")
             yield slot
         except BaseException as raised:
             failure = raised
@@ -275,7 +273,7 @@ class Door:
         prompt = context if facts.prompt is None else facts.prompt
         output = context if facts.output is None else max(0, facts.output)
         needs = self._adapter_need(job)
-        if job.grammar is not None and self._known.get(job.grammar) is None:
+        if facts.grammar and self._known.get(facts.grammar) is None:
             needs += (GRAMMAR + job.scheduling.tenant,)
         return self._batcher_slot(job, *self._bound(prompt, output, n), n, job.deadline, needs)
 

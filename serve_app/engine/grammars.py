@@ -28,15 +28,11 @@ from typing import Any
 import msgspec
 
 from serve_app.api.errors import RequestError
-from serve_app.api.facts import GRAMMARS
 
 logger = logging.getLogger("ray.serve")
 
 MAX_CHARS = 262_144
 """Longest grammar."""
-
-MAX_BYTES = 1 << 20
-"""Most bytes of all fields with grammars, which vLLM parses as JSON on the event loop: 10 ms."""
 
 MEMORY_BYTES = 4 << 30
 """Memory of the process."""
@@ -58,8 +54,6 @@ REASON_CHARS = 300
 
 SOURCE = re.compile(r"(\[\d\d:\d\d:\d\d\] )?/\S+:\d+: (Check failed: .*? is false: )?", re.DOTALL)
 """Place in xgrammar's source, in front of a reason."""
-
-_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 Compiler = Callable[[str, str], None]
 """Compiles a grammar of a kind; an exception has the reason why it can't."""
@@ -92,34 +86,6 @@ class Recent:
                 self._values.popitem(last=False)
 
 
-def key_of(body: bytes) -> bytes:
-    """Return a hash of the fields of a body that may hold grammars; empty: it is no strict JSON.
-
-    Raises:
-        RequestError: 400, they are too long.
-    """
-    try:
-        fields = _FIELDS.decode(body)
-    except (msgspec.MsgspecError, RecursionError):
-        # It has what strict JSON hasn't, such as NaN; or vLLM refuses it, in its own words.
-        _check_bytes("body", len(body))
-        return b""
-    found = {name: fields[name] for name in GRAMMARS if name in fields}
-    sizes = {name: len(memoryview(text)) for name, text in found.items()}
-    _check_bytes(max(sizes, key=sizes.__getitem__, default=""), sum(sizes.values()))
-    digest = hashlib.sha256()
-    for name, text in found.items():
-        digest.update(b"%s %d " % (name.encode(), sizes[name]))
-        digest.update(text)
-    return digest.digest()
-
-
-def _check_bytes(field: str, size: int) -> None:
-    if size > MAX_BYTES:
-        message = f"{field}: grammars and tools have {size} bytes together; at most {MAX_BYTES} are allowed"
-        raise RequestError(400, "invalid_request_error", message, param=field if field in GRAMMARS else None)
-
-
 class _Stated(msgspec.Struct):
     """The fields of a body that state a grammar."""
 
@@ -134,7 +100,7 @@ def field_of(body: bytes, kind: str) -> str:
     """Return the field of a body that states the grammar of its request.
 
     Args:
-        body: The body, whose fields for grammars are within `MAX_BYTES`.
+        body: The body.
         kind: The kind of the grammar, as vLLM names it.
     """
     stated = _Stated()

@@ -36,7 +36,6 @@ class Job:
         values: Answers and logprobs that vLLM makes for its answer, as far as its prompts are known.
         placed: Whether a prompt has taken that slot.
         waiting: Held by further prompts of the job that wait to start, `WAITING` at most.
-        grammar: Hash of the fields of the body that may hold a grammar; None: there are none.
         stream: Tokens of the answer, if it is a stream that may go on in another Engine.
         searching: Whether a beam search runs, which asks the engine once for each token of each beam.
         constrained: Whether the engine holds the answer to a grammar.
@@ -56,7 +55,6 @@ class Job:
     values: int = 0
     placed: bool = False
     waiting: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(WAITING))
-    grammar: bytes | None = None
     stream: StreamTokens | None = None
     searching: bool = False
     constrained: bool = False

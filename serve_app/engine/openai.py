@@ -1,22 +1,39 @@
 """The answer to a job through vLLM's OpenAI application."""
 
 import json
+import logging
+import re
+from contextlib import suppress
+from functools import partial
 
 from starlette.types import ASGIApp
 
-from serve_app.api.errors import RequestError, vllm_error
+from serve_app.api.errors import CONTEXT, FAULT, EngineAwayError, RequestError, vllm_error
+from serve_app.api.facts import PROMPT_LISTS
+from serve_app.api.headers import request_id
 from serve_app.engine.answer import Answer, StreamTokens
 from serve_app.engine.job import Job, set_current
 from serve_app.wire.frame import Head
 from serve_app.wire.request import RelayRequest
+
+logger = logging.getLogger("ray.serve")
 
 DETOKENIZE = "/detokenize"
 
 OTHER_COMMAS = 100
 """Commas that a request of `/detokenize` may have outside its list."""
 
-OWN = {b"retry-after", b"x-should-retry"}
-"""Headers that errors of the Engine have, which are in shape, and none of vLLM's."""
+OF_REQUESTS = (ValueError, TypeError, OverflowError, NotImplementedError)
+"""Exceptions without a class of vLLM's by which it refuses a request, or a prompt of it, before it runs."""
+
+EMPTY = "prompt cannot be empty"
+"""Words of vLLM's error about a text without tokens; it doesn't say which text of a list."""
+
+FILLED = "(parameter=max_tokens, value=0)"
+"""Words of vLLM's error about a length of 0."""
+
+OTHER_REQUEST = re.compile(r"\d+ validation errors? for \w+\n(?:.*\.)?(.*)\n  (.*?) \[type=")
+"""Words of pydantic where vLLM has made a request of another one: the field, and the reason."""
 
 RESUMABLE = {"/v1/chat/completions", "/v1/completions"}
 """Routes whose streams may go on in another replica when this one dies."""
@@ -49,22 +66,78 @@ async def run(app: ASGIApp, job: Job, answer: Answer) -> None:
     if job.request.path in RESUMABLE:
         job.stream = answer.tokens = StreamTokens()
     # A job that was refused has its own reason; what the application makes of it isn't asked.
-    answer.explain = reason
+    answer.explain = partial(explained, job)
     set_current(job)
-    await answer.run(app)
-
-
-def reason(head: Head, body: bytes) -> RequestError | None:
-    """Return the error in a whole answer of vLLM's application; None: it has none, or is in shape.
-
-    vLLM has types of its own for most errors, and OpenAI's shape on Anthropic's routes too.
-    """
-    if head.status < 400 or any(name in OWN for name, _ in head.headers):
-        return None
-    reason, param = "vLLM gives no reason", None
     try:
-        error = json.loads(body)["error"]
-        reason, param = str(error["message"]), error.get("param")
+        await answer.run(app)
+    except RuntimeError as error:
+        # Starlette raises it where a stream fails behind its head.
+        if job.failure is None and not job.usage.ran and isinstance(error.__cause__, OF_REQUESTS):
+            job.failure = refusal(job, 400, str(error.__cause__))
+        raise
+
+
+def explained(job: Job, head: Head, body: bytes) -> RequestError:
+    """Return the error in a whole answer of vLLM's application, or in an event of its stream.
+
+    vLLM has types of its own for most errors, OpenAI's shape on Anthropic's routes too, and a 400 for most
+    exceptions.
+
+    Args:
+        job: The job.
+        head: The head of the answer. The status of an event is in its error.
+        body: The answer, or the event.
+    """
+    reason, param, code = "vLLM gives no reason", None, None
+    try:
+        error = json.loads(body[body.index(b"{") :])["error"]
+        reason, param, code = str(error["message"]), error.get("param"), error.get("code")
     except (ValueError, LookupError, TypeError):
         pass
-    return vllm_error(head.status, reason, param)
+    status = head.status if head.status >= 400 else code if isinstance(code, int) else 500
+    if job.usage.ran and status < 500:
+        # An answer that can't be made of the engine's output is no mistake of the request.
+        message = "The service failed on this request; its log has the reason."
+        failed = RequestError(500, "internal_error", message)
+    else:
+        failed = refusal(job, status, reason, param)
+    if failed.status == 500:
+        # Further lines may quote the answer.
+        first = reason.partition("\n")[0]
+        fault = RuntimeError(f"vLLM's application answered {status}: {first}")
+        logger.error(FAULT, request_id(job.request.headers), job.request.path, exc_info=fault)
+    return failed
+
+
+def refusal(job: Job, status: int, reason: str, param: str | None = None) -> RequestError:
+    """Return an error of vLLM in the words of this service.
+
+    Args:
+        job: The job.
+        status: The HTTP status.
+        reason: vLLM's reason.
+        param: The field that vLLM names.
+    """
+    if status == 503:
+        return EngineAwayError(reason)
+    if FILLED in reason and job.facts.output != 1:
+        # The request states no length, and vLLM has computed the rest of the context.
+        reason = f"The prompt fills this model's {CONTEXT}, and no token is left for an answer; shorten it"
+    elif EMPTY in reason and (empty := _empty_text(job.request.body)):
+        reason, param = f"{empty}: the text is empty", empty
+    elif other := OTHER_REQUEST.match(reason):
+        reason = f"{other[1]}: {other[2]}"
+    # vLLM can't do what the request asks for (501).
+    return vllm_error(400 if status == 501 else status, reason.partition(" (parameter=")[0], param)
+
+
+def _empty_text(body: bytes) -> str | None:
+    """Return the path of the first empty text in the lists of a body; None: there is none."""
+    with suppress(ValueError):
+        fields = json.loads(body)
+        for name in PROMPT_LISTS:
+            if isinstance(items := fields.get(name), list):
+                for index, item in enumerate(items):
+                    if item in ("", []):
+                        return f"{name}[{index}]"
+    return None

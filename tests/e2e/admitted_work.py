@@ -137,9 +137,7 @@ def facts_of(path: str, body: dict[str, Any], size: int) -> Facts:
     answers = max(body.get("n") or 1, body.get("best_of") or 1)
     stated = next((body[name] for name in ("max_tokens", "max_output_tokens") if body.get(name)), None)
     output = (1 if body.get("max_tokens") == 0 else stated) if runs else 0
-    return Facts(
-        size=size, prompt=size if runs else 0, answers=answers, output=output, runs=runs, grammar=False
-    )
+    return Facts(size=size, prompt=size if runs else 0, answers=answers, output=output, runs=runs)
 
 
 async def started() -> Engine:

@@ -71,10 +71,11 @@ REVIEWED = {
         ("logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids"),
         "vLLM's max_logprobs, and max_answer_values",
     ),
-    **dict.fromkeys(("stop", "stop_sequences"), "vLLM's own bound on stop strings, and 16,384 characters"),
-    **dict.fromkeys(("stop_token_ids", "logit_bias"), "128 and 1,024 of them"),
-    "allowed_token_ids": "once a request, and the engine's room for them",
-    "bad_words": "16,384 characters, and the engine's room for their tokens",
+    **dict.fromkeys(
+        ("stop", "stop_sequences", "stop_token_ids", "logit_bias", "allowed_token_ids", "vllm_xargs", "seed"),
+        "BOUNDS",
+    ),
+    "bad_words": "BOUNDS, and the engine's room for their tokens",
     **dict.fromkeys(
         (
             "structured_outputs.choice",
@@ -96,14 +97,12 @@ REVIEWED = {
             "repetition_detection.min_count",
             "repetition_detection.min_pattern_size",
         ),
-        "4,096 tokens that are compared at each token",
+        "BOUNDS",
     ),
     **dict.fromkeys(
         ("dimensions", "max_tokens_per_doc", "max_tokens_per_query", "top_n"), "within the answer"
     ),
-    **dict.fromkeys(
-        ("seed", "top_k", "priority", "stream_interval", "routed_experts_prompt_start"), "a number"
-    ),
+    **dict.fromkeys(("top_k", "priority", "stream_interval", "routed_experts_prompt_start"), "a number"),
     **dict.fromkeys(
         (
             "ec_transfer_params",
@@ -116,7 +115,6 @@ REVIEWED = {
             "reasoning",
             "stream_options",
             "timestamp_granularities[]",
-            "vllm_xargs",
         ),
         "options",
     ),
@@ -132,7 +130,8 @@ SWITCHES = {
     **dict.fromkeys(("background", "watermarking"), "refused, or without effect"),
     **dict.fromkeys(("chat_template", "guided_decoding_backend"), "vLLM refuses or ignores it in a request"),
     **dict.fromkeys(("store", "previous_response_id"), "vLLM keeps no responses unless told to"),
-    **dict.fromkeys(("ignore_eos", "early_stopping", "length_penalty"), "within max_tokens"),
+    **dict.fromkeys(("ignore_eos", "early_stopping"), "within max_tokens"),
+    "length_penalty": "BOUNDS",
     **dict.fromkeys(
         ("frequency_penalty", "presence_penalty", "repetition_penalty", "min_p", "temperature", "top_p"),
         "a number, once a step",

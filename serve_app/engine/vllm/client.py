@@ -1,28 +1,33 @@
 """vLLM's engine client: each prompt of a job runs in a slot that the door has given it."""
 
 import hashlib
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from vllm import SamplingParams
-from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm import SamplingParams, envs
+from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMClientError, VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, StructuredOutputsParams
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from batcher import Slot
-from serve_app.api.errors import RequestError
+from serve_app.api.errors import RequestError, internal_error
 from serve_app.api.headers import trace_context
 from serve_app.engine.door import Door
 from serve_app.engine.grammars import Grammars, field_of
 from serve_app.engine.job import Job, current
+from serve_app.engine.openai import OF_REQUESTS, refusal
 from serve_app.engine.vllm.resume import go_on, resume_mode
-from serve_app.engine.vllm.sampler_bounds import bound_seed, oversize
 from serve_app.engine.vllm.scheduler import GOALS
-from serve_app.engine.vllm.seams import StructuredOutputOptions, get_structured_output_key
+from serve_app.engine.vllm.seams import (
+    StructuredOutputOptions,
+    create_error_response,
+    get_structured_output_key,
+)
 from serve_app.engine.vllm.stats import CountedLLM, CountedPrompt
 from serve_app.settings.models import GoalSettings
 from serve_app.wire.frame import to_ids
@@ -35,9 +40,6 @@ SALT = 32
 
 TRANSFERS = {"kv_transfer_params", "ec_transfer_params"}
 """Names in the `extra_args` of sampling parameters that vLLM hands to its connectors."""
-
-MOST_LENGTH_PENALTY = 10
-"""Largest `length_penalty` of a beam search, up or down: it is an exponent of the length."""
 
 MAX_ID = 256
 """Longest id of a request that vLLM gets, in characters: vLLM returns it with each token."""
@@ -101,19 +103,19 @@ class GatedLLM(CountedLLM):
         self, job: Job, prompt: Any, params: SamplingParams, request_id: str, options: dict[str, Any]
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate in the slot that the door gives the prompt."""
-        if params.structured_outputs is not None:
-            await self._check_grammar(job, params.structured_outputs)
-        length = prompt_length(prompt, self.model_config.max_model_len)
-        reserved, output_tokens = self.prepare(job, length, params)
-        try:
+        with noted(job):
+            if params.structured_outputs is not None:
+                await self._check_grammar(job, params.structured_outputs)
+            length = prompt_length(prompt, self.model_config.max_model_len)
+            reserved, output_tokens = self.prepare(job, length, params)
             async with self.door.place(job, reserved, output_tokens, params.n) as slot:
                 self._check_adapter(options.get("lora_request"))
                 results = self.run(job, slot, prompt, params, request_id, **options)
                 async with aclosing(results):
                     async for output in results:
+                        if any(each.finish_reason == "error" for each in output.outputs):
+                            raise GenerationError("the engine gave the request up")
                         yield output
-        except RequestError as error:
-            raise refused(error) from None
 
     def prepare(self, job: Job, length: int, params: SamplingParams) -> tuple[int, int]:
         """Bound what a prompt asks for, and return its cost.
@@ -135,9 +137,8 @@ class GatedLLM(CountedLLM):
             # A larger value is a default: the Ingress has refused what a client asks for beyond it.
             params.max_tokens = most
         self._check_transfers(job, params)
-        if error := oversize(params, self.input_processor):
-            raise refused(error)
-        bound_seed(params)
+        if params.bad_words:
+            self._check_bad_words(params.bad_words)
         return self._cost(length, params.max_tokens, params.n)
 
     async def run(
@@ -212,20 +213,14 @@ class GatedLLM(CountedLLM):
         """
         job = current()
         assert job is not None
-        if not abs(params.length_penalty) <= MOST_LENGTH_PENALTY:
-            message = (
-                f"length_penalty: must be between -{MOST_LENGTH_PENALTY} and {MOST_LENGTH_PENALTY}, "
-                f"not {params.length_penalty}"
-            )
-            raise refused(RequestError(400, "invalid_request_error", message, param="length_penalty"))
         length = prompt_length(prompt, self.model_config.max_model_len)
-        if params.structured_outputs is not None:
-            await self._check_grammar(job, params.structured_outputs)
         if job.request.max_tokens is not None:
             params.max_tokens = min(params.max_tokens, job.request.max_tokens)
         width = params.beam_width
-        reserved, output_tokens = self._cost(length, params.max_tokens, width)
-        try:
+        with noted(job):
+            if params.structured_outputs is not None:
+                await self._check_grammar(job, params.structured_outputs)
+            reserved, output_tokens = self._cost(length, params.max_tokens, width)
             async with self.door.place(job, reserved, output_tokens, width) as slot:
                 self._check_adapter(options.get("lora_request"))
                 job.searching = True
@@ -236,8 +231,6 @@ class GatedLLM(CountedLLM):
                             counted.last = output
                             slot.report(sum(len(each.token_ids) for each in output.outputs))
                             yield output
-        except RequestError as error:
-            raise refused(error) from None
 
     async def encode(
         self, prompt: Any, pooling_params: PoolingParams, request_id: str, **options: Any
@@ -251,7 +244,7 @@ class GatedLLM(CountedLLM):
             return
         if self.by_priority:
             options["priority"] = job.scheduling.priority
-        try:
+        with noted(job):
             async with self.door.place(job, self.blocks(length), 0, 1) as slot:
                 self._check_adapter(options.get("lora_request"))
                 results = super().encode(prompt, pooling_params, request_id, **options)
@@ -262,14 +255,13 @@ class GatedLLM(CountedLLM):
                             slot.first_token()
                             counted.last = result
                             yield result
-        except RequestError as error:
-            raise refused(error) from None
 
     async def add_request(self, request_id: str, prompt: Any, params: Any, *args: Any, **options: Any) -> Any:
         """Add a request as vLLM does, in its tenant's part of the prefix cache. All routes come here.
 
         Raises:
             GracefulHTTPError: The quotas of its job don't cover a prompt that is longer than its bound.
+            VLLMValidationError: vLLM can't take the prompt, or its parameters.
         """
         if (job := current()) is not None:
             if not job.searching:
@@ -281,7 +273,10 @@ class GatedLLM(CountedLLM):
                 options["trace_headers"] = trace_context(job.request.headers)
             if self.salts:
                 prompt = salted(prompt, job.scheduling.tenant)
-        return await super().add_request(request_id, prompt, params, *args, **options)
+        try:
+            return await super().add_request(request_id, prompt, params, *args, **options)
+        except OF_REQUESTS as error:
+            raise VLLMValidationError(str(error)) from error
 
     async def _add_request(
         self, request: Any, prompt: str | None, parent_req: Any, index: int, queue: Any
@@ -293,6 +288,22 @@ class GatedLLM(CountedLLM):
             # request already, and would count it among those that run for good.
             await self.abort((parent_req or request).request_id, internal=True)
             raise
+
+    def _check_bad_words(self, words: list[str]) -> None:
+        """Refuse bad words with more tokens than vLLM's sampler has room for: an engine on a GPU would end.
+
+        How many tokens a text has is known here only.
+
+        Raises:
+            VLLMValidationError: 400.
+        """
+        if (tokenizer := self.input_processor.tokenizer) is None:
+            return
+        counted, most = SamplingParams(bad_words=words), envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS
+        counted.update_from_tokenizer(tokenizer)
+        if (tokens := sum(map(len, counted.bad_words_token_ids or ()))) > most:
+            message = f"bad_words: has {tokens} tokens; at most {most} are allowed"
+            raise refused(RequestError(400, "invalid_request_error", message, param="bad_words"))
 
     def _check_adapter(self, request: LoRARequest | None) -> None:
         """Refuse a prompt whose adapter was removed or replaced while the prompt waited.
@@ -402,6 +413,36 @@ class GatedLLM(CountedLLM):
         cache = self.vllm_config.cache_config
         block: int = cache.block_size if cache.num_gpu_blocks > 1 else 1
         return -(-tokens // block) * block
+
+
+@contextmanager
+def noted(job: Job) -> Iterator[None]:
+    """Note in a job why it fails, if a block does: what vLLM's application makes of an exception isn't asked.
+
+    A mistake of the request is an exception of vLLM's classes for it, or a RequestError. An engine that has
+    died fails no job, which is answered elsewhere. Every other exception is a fault of the service.
+
+    Args:
+        job: The job.
+    """
+    try:
+        yield
+    except RequestError as error:
+        raise refused(error) from None
+    except Exception as error:
+        if job.failure is None and not isinstance(error, EngineDeadError):
+            if isinstance(error, GenerationError) and job.constrained:
+                # Grammars that vLLM can't compile are refused before.
+                message = (
+                    "The grammar of this request leaves no way on behind the text so far, and vLLM gave up."
+                )
+                job.failure = RequestError(400, "invalid_request_error", message)
+            elif isinstance(error, VLLMClientError | GracefulHTTPError):
+                found = create_error_response(error).error
+                job.failure = refusal(job, found.code, found.message, found.param)
+            else:
+                job.failure, job.fault = internal_error(error.__cause__ or error), error
+        raise
 
 
 def refused(error: RequestError) -> VLLMValidationError | GracefulHTTPError:

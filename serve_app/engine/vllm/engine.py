@@ -17,21 +17,18 @@ from serve_app.engine.adapters import AdapterFiles
 from serve_app.engine.door import Door, EngineLanes
 from serve_app.engine.grammars import Grammars
 from serve_app.engine.vllm import seams
-from serve_app.engine.vllm.application import build_application
+from serve_app.engine.vllm.application import build_application, hide_refusals
 from serve_app.engine.vllm.client import GatedLLM
 from serve_app.engine.vllm.generate import GenerateCalls
 from serve_app.engine.vllm.grammar_compiler import compiler
 from serve_app.engine.vllm.lora import Adapters, lora_options
-from serve_app.engine.vllm.media import use_allowed_hosts
 from serve_app.engine.vllm.options import batcher_of, limits_of, text_batcher_of, vllm_args
 from serve_app.engine.vllm.plugin import zero_blocks
-from serve_app.engine.vllm.refusal import hide_refusals
 from serve_app.engine.vllm.sleep import VLLMSleeper
 from serve_app.engine.vllm.stats import EngineStats, own_work, scheduler_figures
 from serve_app.engine.vllm.warm_up import compile_nothing_on_a_cpu, warm_up
 from serve_app.engine.vllm.workarounds import (
     bound_tokenizing,
-    refuse_media,
     short_chats_at_once,
     validate_no_grammars,
 )
@@ -110,11 +107,10 @@ class VLLMEngine:
         salts: bool = False,
     ) -> None:
         seams.check()
-        use_allowed_hosts()
-        if not settings.multimodal:
-            refuse_media()
         # vLLM has a limit of its own for the lists of one route.
         os.environ["VLLM_MAX_COMPLETION_PROMPTS"] = str(max_prompts)
+        # A redirect leads from an allowed host to any host.
+        os.environ["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] = "0"
         files = AdapterFiles()
         options, fetched = lora_options(settings, files)
         self._args = vllm_args(settings, options)

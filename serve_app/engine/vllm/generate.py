@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from jinja2 import TemplateError
 from pydantic import ValidationError
 from vllm import SamplingParams
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -18,7 +19,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMValidationError
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from batcher import BatcherError, Slot
 from serve_app.api.errors import RequestError, internal_error
@@ -33,10 +34,9 @@ from serve_app.api.validation import mistake
 from serve_app.engine.batch_call import RECORDS_PER_TURN, BatchCall
 from serve_app.engine.door import refusal_of
 from serve_app.engine.job import Job, set_current
+from serve_app.engine.openai import OF_REQUESTS
 from serve_app.engine.vllm.client import GatedLLM
 from serve_app.engine.vllm.lora import Adapters
-from serve_app.engine.vllm.refusal import is_fault, reason_of
-from serve_app.engine.vllm.sampler_bounds import oversize
 
 logger = logging.getLogger("ray.serve")
 
@@ -222,17 +222,13 @@ class GenerateCalls:
             params = SamplingParams(**(self._defaults | given), output_kind=RequestOutputKind.FINAL_ONLY)
             # vLLM would refuse each prompt for them.
             params.verify(self._llm.model_config, None, None, None)
-        except (VLLMValidationError, ValueError, TypeError) as error:
-            if is_fault(error):
-                raise
-            reason = reason_of(error)
+        except (VLLMValidationError, ValueError) as error:
+            reason = str(error).partition(" (parameter=")[0]
             # The first field that the reason names is the wrong one.
             names = sorted((name for name in given if name in reason), key=reason.index)
             named = getattr(error, "parameter", None) or next(iter(names), None)
             message = reason if named is None or reason.startswith(named) else f"{named}: {reason}"
             raise RequestError(400, "invalid_request_error", message, param=named) from None
-        if refusal := oversize(params, self._llm.input_processor):
-            raise refusal
         return Sampling(params, may_shorten="max_tokens" not in given, salt=fields.cache_salt)
 
     async def _complete(
@@ -307,10 +303,6 @@ class GenerateCalls:
             raise RequestError(400, "invalid_request_error", str(error)) from None
         except EngineDeadError as error:
             raise RequestError(503, "service_unavailable", f"The engine failed: {error}") from error
-        except EngineGenerateError as error:
-            if is_fault(error):
-                raise self._failed(request_id, error) from error
-            raise RequestError(400, "invalid_request_error", str(error.__cause__)) from None
         except Exception as error:
             raise self._failed(request_id, error) from error
         if output is None or output.finish_reason == "error":
@@ -363,10 +355,7 @@ class GenerateCalls:
         except ValidationError as error:
             _, message = mistake(error.errors(include_url=False), {"messages": messages})
             raise RequestError(400, "invalid_request_error", message.removeprefix("messages")) from None
-        except Exception as error:
-            # The chat's fault has its reason in the answer; the service's goes on, to where it is logged.
-            if is_fault(error):
-                raise
+        except (VLLMClientError, TemplateError, *OF_REQUESTS) as error:
             raise RequestError(400, "invalid_request_error", str(error)) from None
         if isinstance(rendered, ErrorResponse):
             raise RequestError(400, "invalid_request_error", rendered.error.message)

@@ -26,6 +26,10 @@ STEPS_WITHOUT_CACHE = 2
 """Steps of an engine without KV cache whose tokens may be in flight."""
 
 
+NO_HOST = "none, since engine.allowed_media_domains is empty"
+"""Stands for the hosts of media in vLLM's error where none is allowed; no URL has such a host."""
+
+
 def vllm_args(settings: LLMSettings, defaults: Mapping[str, Any] | None = None) -> Any:
     """Return the namespace that `vllm serve` would parse from the same options.
 
@@ -54,6 +58,9 @@ def vllm_args(settings: LLMSettings, defaults: Mapping[str, Any] | None = None) 
         # Live traffic first: the batcher starts it whatever requests of `flex` run.
         args.scheduling_policy = "priority"
         args.watermark = options.get("watermark", WATERMARK)
+    if not args.allowed_media_domains:
+        # vLLM would fetch from every host.
+        args.allowed_media_domains = [NO_HOST]
     args.model = settings.path
     args.served_model_name = [settings.id]
     # The launcher of `vllm serve` does this; vLLM's application takes their parsers by name.

@@ -2,7 +2,7 @@
 
 Public is what vLLM's documentation names for use from outside: the client and its options, parameters,
 outputs and errors, the protocol of the OpenAI server, and the points where vLLM takes in other classes
-(executor, statistics, parsers, media) with the types that these points pass. `PUBLIC` has these names.
+(executor, statistics, parsers) with the types that these points pass. `PUBLIC` has these names.
 `SEAMS` has all others; the package imports them from here:
 
     from serve_app.engine.vllm.seams import build_app
@@ -25,12 +25,10 @@ PUBLIC: dict[str, str] = {
     "vllm.entrypoints.openai.responses.protocol": "ResponsesRequest",
     "vllm.entrypoints.pooling.scoring.protocol": "RerankRequest",
     "vllm.entrypoints.serve.engine.protocol": "ErrorResponse",
-    "vllm.exceptions": "GenerationError GracefulHTTPError RetryableRequestError VLLMClientError "
-    "VLLMServerError VLLMValidationError",
+    "vllm.exceptions": "GenerationError GracefulHTTPError VLLMClientError VLLMValidationError",
     "vllm.inputs.engine": "tokens_input",
     "vllm.logger": "init_logger",
     "vllm.lora.request": "LoRARequest",
-    "vllm.multimodal.media": "MEDIA_CONNECTOR_REGISTRY MediaConnector",
     "vllm.outputs": "PoolingRequestOutput RequestOutput",
     "vllm.platforms": "current_platform",
     "vllm.pooling_params": "PoolingParams",
@@ -59,7 +57,6 @@ COUNTS = "the tokens of a request are counted where vLLM counts them"
 GRAMMARS = "grammars are compiled in a process of their own, by vLLM's compiler"
 RESUMED = "a stream goes on in another engine with the text of all its tokens"
 UNUSED = "the tensors of an adapter that no layer uses are named"
-BOUNDS = "a request asks for no more than the device has room for"
 LONG = "texts are counted and tokenized without holding the event loop"
 
 SEAMS: dict[str, Seam] = {
@@ -75,28 +72,14 @@ SEAMS: dict[str, Seam] = {
     "enable_envs_cache": Seam("vllm.envs", "vLLM asks the environment several times per request"),
     "exception_handler": Seam("vllm.entrypoints.serve.exception_handling.handlers.exception", ERRORS),
     "http_exception_handler": Seam("vllm.entrypoints.serve.exception_handling.handlers.http", ERRORS),
-    # Rebound by `workarounds`.
-    "error_response": Seam(
-        "vllm.entrypoints.serve.exception_handling",
-        ERRORS,
-        "create_error_response",
-        "https://github.com/vllm-project/vllm/issues/49181 is the opposite fault",
-    ),
-    "GenerateBaseServing": Seam(
-        "vllm.entrypoints.generate.base.serving", ERRORS, "_convert_generation_error_to_streaming_response"
-    ),
+    "create_error_response": Seam("vllm.entrypoints.serve.exception_handling.error_response", ERRORS),
     "BeamSearchOnlineMixin": Seam(
         "vllm.entrypoints.generate.beam_search.online", "a beam search has one slot", "beam_search"
-    ),
-    "chat_utils": Seam(
-        "vllm.renderers",
-        "media are refused by name where a model takes text alone",
-        "_parse_chat_message_content_mm_part _MEDIA_CONTENT_PART_KEYS",
     ),
     "HfRenderer": Seam(
         "vllm.renderers.hf",
         LONG,
-        "_tokenize_prompt _tokenize_prompt_async _decode _async_tokenizer_decode _apply_chat_template_async",
+        "_tokenize_prompt _tokenize_prompt_async _apply_chat_template_async",
     ),
     "safe_apply_chat_template": Seam("vllm.renderers.hf", "a short chat is rendered on the event loop"),
     "ServingScores": Seam("vllm.entrypoints.pooling.scoring.serving", LONG, "_preprocessing io_processor"),
@@ -105,10 +88,6 @@ SEAMS: dict[str, Seam] = {
         LONG,
         "get_request_factory_online render_async renderer model_config",
     ),
-    "HTTPConnection": Seam("vllm.connections", "media come from named hosts", "get_bytes async_get_bytes"),
-    "MAX_NUM_ALLOWED_TOKEN_IDS": Seam("vllm.v1.worker.gpu.sample.logit_bias", BOUNDS),
-    "MAX_NUM_LOGIT_BIAS_TOKENS": Seam("vllm.v1.worker.gpu.sample.logit_bias", BOUNDS),
-    "MAX_NUM_STOP_TOKEN_IDS": Seam("vllm.v1.worker.gpu.sample.logit_bias", BOUNDS),
     "KVCacheConfig": Seam(
         "vllm.v1.kv_cache_interface",
         "a block of the KV cache is zeroed when a request gets it, since another one may have left NaN",

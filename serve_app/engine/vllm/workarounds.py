@@ -8,7 +8,6 @@ Imports of vLLM stand inside the functions: a process of vLLM calls some of them
 
 import asyncio
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -115,16 +114,15 @@ def bound_tokenizing(renderer: Any, most: int) -> None:
 
     A text that is too long for `/tokenize`, or has more tokens than the context, is counted in pieces. A
     short text is tokenized on the event loop, a long one in a thread of its own, behind which no other text
-    waits.
+    waits. No bound on bytes at the door does this: a token has between one and a hundred characters.
 
     Args:
         renderer: vLLM's renderer, of the prompts of all routes.
-        most: Most tokens of a text of `/tokenize`, and of a list of `/detokenize`.
+        most: Most tokens of a text of `/tokenize`.
     """
     from vllm.exceptions import VLLMValidationError
 
     tokenize, tokenize_in_thread = renderer._tokenize_prompt, renderer._tokenize_prompt_async
-    decode, decode_in_thread = renderer._decode, renderer._async_tokenizer_decode
     long = ThreadPoolExecutor(1, thread_name_prefix="tokenize-long")
 
     def too_long(reason: str) -> VLLMValidationError:
@@ -166,15 +164,8 @@ def bound_tokenizing(renderer: Any, most: int) -> None:
             raise too_long(f"the text has more than {most} tokens")
         return tokens
 
-    async def decode_tokens(token_ids: list[int]) -> str:
-        if len(token_ids) > most:
-            raise too_long(f"tokens: the list has {len(token_ids)} token ids")
-        text: str = decode(token_ids) if len(token_ids) <= SHORT_CHARS else await decode_in_thread(token_ids)
-        return text
-
     renderer._tokenize_prompt = tokenize_counted
     renderer._tokenize_prompt_async = tokenize_prompt
-    renderer._async_tokenizer_decode = decode_tokens
 
 
 def context_of(tokens: int) -> str:
@@ -251,8 +242,6 @@ def score_beside_the_loop(state: Any, most: int) -> None:
     from vllm.entrypoints.pooling.scoring.protocol import RerankRequest
     from vllm.exceptions import VLLMValidationError
 
-    from serve_app.engine.vllm.seams import chat_utils
-
     def prepare(processor: Any, ctx: Any) -> Any:
         request = ctx.request
         tokenizer = processor.renderer.get_tokenizer()
@@ -260,9 +249,6 @@ def score_beside_the_loop(state: Any, most: int) -> None:
         cut = request.max_tokens_per_query or request.max_tokens_per_doc or request.truncate_prompt_tokens
         for field in ("query", "documents") if isinstance(request, RerankRequest) else ("data_1", "data_2"):
             for part in _parts(getattr(request, field)):
-                if not isinstance(part, str):
-                    # vLLM refuses it too where the model takes text only, without the name of the part.
-                    chat_utils._parse_chat_message_content_mm_part(part)
                 text = part if isinstance(part, str) else str(part.get("text") or "")
                 if len(text) > longest:
                     raise VLLMValidationError(
@@ -297,73 +283,6 @@ def _parts(data: Any) -> Iterator[Any]:
 
 
 # The application.
-
-
-def refuse_media() -> None:
-    """Refuse the parts of chats and of texts to score that hold media, by name, before vLLM reads them.
-
-    With `--language-model-only` vLLM refuses media too, on most routes: it says "At most 0 image(s)", or of a
-    model without images "… is not a multimodal model", and names no part. On the routes of scoring it decodes
-    an image first. All routes look at such a part through one function.
-    """
-    from vllm.exceptions import VLLMValidationError
-
-    from serve_app.engine.vllm.seams import chat_utils
-
-    parse = chat_utils._parse_chat_message_content_mm_part
-    # Embeddings of a prompt have an option of vLLM's.
-    media = chat_utils._MEDIA_CONTENT_PART_KEYS - {"prompt_embeds"}
-
-    def parse_text(part: Any) -> tuple[str, Any]:
-        kind, content = parse(part)
-        if kind in media:
-            message = (
-                f"{kind!r} parts are not taken by this model, whose setting `multimodal` is not true; "
-                "send text alone"
-            )
-            raise VLLMValidationError(message)
-        return kind, content
-
-    chat_utils._parse_chat_message_content_mm_part = parse_text
-
-
-def make_error_responses(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Have vLLM's application make all its answers to exceptions by another function.
-
-    vLLM makes them in one function, those in a stream included. It answers 400 to any ValueError and
-    TypeError, faults of the service among them, and logs no stack of the others unless it logs one of each
-    client's mistake too (`log_error_stack`).
-
-    Args:
-        make: Makes the function from vLLM's own, `create_error_response`.
-    """
-    from serve_app.engine.vllm.seams import GenerateBaseServing, error_response
-
-    original = error_response.create_error_response
-    if hasattr(original, "__wrapped__"):
-        return
-    users = [
-        module
-        for name, module in list(sys.modules.items())
-        if name.startswith("vllm.") and vars(module).get("create_error_response") is original
-    ]
-    names = {module.__name__ for module in users}
-    for name in (
-        "vllm.entrypoints.serve.engine.serving",
-        "vllm.entrypoints.serve.exception_handling.handlers.exception",
-        "vllm.entrypoints.serve.exception_handling.handlers.vllm_error",
-    ):
-        if name not in names:
-            raise RuntimeError(f"this vLLM has no {name}.create_error_response")
-    made = functools.wraps(original)(make(original))
-    for module in users:
-        module.create_error_response = made  # type: ignore[attr-defined]
-
-    def streamed(serving: Any, error: Exception) -> str:
-        # vLLM's own method gives its text alone.
-        return str(serving.create_streaming_error_response(error))
-
-    GenerateBaseServing._convert_generation_error_to_streaming_response = streamed
 
 
 def run_beam_searches(state: Any, run: Callable[..., Any]) -> None:

@@ -28,6 +28,7 @@ from serve_app.api.facts import (
     LENGTHS,
     LEVELS,
     MAX_BYTES,
+    MAX_GRAMMAR_BYTES,
     MAX_TEMPLATE_BYTES,
     MAX_TEMPLATE_NUMBER,
     MEDIA,
@@ -47,7 +48,16 @@ from serve_app.api.facts import (
     read,
 )
 from serve_app.api.protocol import GenerateRequest
-from serve_app.api.routes import GENERATE, OPENAI, POOLING, PROCESS, SCORE, TOKENIZING
+from serve_app.api.routes import (
+    CHAT_BATCH,
+    EMBEDDINGS,
+    GENERATE,
+    OPENAI,
+    POOLING,
+    PROCESS,
+    SCORE,
+    TOKENIZING,
+)
 from serve_app.settings.ingress import IngressSettings
 from tests.progress import run
 
@@ -149,8 +159,9 @@ def has_media(value: Any) -> bool:
     """Return whether a message, or a part of its content, has a key or a type of `MEDIA`."""
     if isinstance(value, dict):
         kind = value.get("type")
+        untyped = not isinstance(kind, str) or value.get("uuid") is not None
         return (
-            any(name in value for name in MEDIA)
+            (untyped and any(name in value for name in MEDIA))
             or (isinstance(kind, str) and kind in MEDIA)
             or has_media(value.get("content"))
             or has_media(value.get("output"))
@@ -220,7 +231,7 @@ def check_facts(facts: Facts, content: dict[str, Any], body: bytes, path: str) -
         assert facts.values == 0
     else:
         assert facts.values <= facts.prompts * facts.answers * (1 + (facts.output or 0) * 2**53)
-    assert facts.grammar == any(name in content for name in GRAMMARS)
+    assert bool(facts.grammar) == any(name in content for name in GRAMMARS)
     assert facts.stream >= bool(read_as(bool, content.get("stream")))
     if path not in POOLING:
         assert facts.answers >= max(read_as(int, content.get(name)) or 1 for name in ("n", "best_of"))
@@ -398,7 +409,7 @@ def test_a_prompt_has_no_more_tokens_than_its_body_has_bytes() -> None:
         1,
         7,
     )
-    assert (facts.runs, facts.grammar, facts.stream) == (True, False, False)
+    assert (facts.runs, facts.grammar, facts.stream) == (True, b"", False)
 
 
 @pytest.mark.parametrize(
@@ -412,6 +423,64 @@ def test_bytes_say_nothing_about_media(part: str) -> None:
         inner = [{"role": "user", "content": [{"type": "tool_result", "content": [typed]}]}]
         assert facts_of("/v1/messages", messages=inner).prompt is None
     assert facts_of("/v1/responses", input=[{"output": [{"type": part}]}]).prompt is None
+
+
+MEDIA_PARTS: list[tuple[dict[str, Any], str]] = [
+    ({"type": "image_url", "image_url": {"url": "data:,"}}, "image_url"),
+    ({"image_url": "data:,"}, "image_url"),
+    ({"image_url": None, "uuid": "x"}, "image_url"),
+    ({"type": "text", "text": "a", "uuid": "x", "image_url": "data:,"}, "image_url"),
+    ({"type": "input_image", "image_url": "data:,", "detail": "auto"}, "input_image"),
+    ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, "input_audio"),
+    ({"type": "video_url", "video_url": {"url": "https://x.example/a.mp4"}}, "video_url"),
+    ({"type": "image_embeds", "image_embeds": "AAAA"}, "image_embeds"),
+    ({"type": "image", "source": {"type": "url", "url": "x"}}, "image"),
+    ({"type": "text", "text": "a", "image_url": None}, ""),
+    ({"type": "input_text", "text": "image"}, ""),
+]
+
+
+@pytest.mark.parametrize(("part", "kind"), MEDIA_PARTS)
+def test_a_part_with_media_is_known_by_its_name_on_every_route(part: dict[str, Any], kind: str) -> None:
+    message, document = {"role": "user", "content": [part]}, {"content": [part]}
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        (CHAT, {"messages": [message]}),
+        (CHAT_BATCH, {"messages": [[message]]}),
+        (GENERATE, {"messages": [[message]]}),
+        ("/v1/messages", {"messages": [message], "system": [part]}),
+        ("/v1/responses", {"input": [message]}),
+        ("/tokenize", {"messages": [message]}),
+        (EMBEDDINGS, {"messages": [message]}),
+        ("/v1/rerank", {"query": "q", "documents": [document]}),
+        ("/v1/score", {"queries": document, "documents": "a"}),
+    ]
+    assert [facts_of(path, **body).media for path, body in bodies] == [kind] * len(bodies)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"a": "x" * MAX_GRAMMAR_BYTES}}, "response_format"),
+        ({"text": "x" * (MAX_GRAMMAR_BYTES // 2), "tools": ["x" * (MAX_GRAMMAR_BYTES // 2)]}, "tools"),
+    ],
+)
+def test_fields_for_grammars_are_bounded(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError, match=f"at most {MAX_GRAMMAR_BYTES} are allowed") as caught:
+        facts_of(CHAT, **fields)
+    assert caught.value.param == param
+
+
+def test_grammars_have_a_hash_by_their_fields() -> None:
+    def hash_of(**fields: Any) -> bytes:
+        return facts_of(CHAT, **fields).grammar
+
+    values: list[object] = [{}, [], {"a": 1}]
+    keys = {hash_of(**{name: value}) for name in GRAMMARS for value in values}
+    assert len(keys) == len(values) * len(GRAMMARS)
+    assert hash_of(tools=[1], prompt="x" * MAX_GRAMMAR_BYTES, n=2) == hash_of(n=1, tools=[1])
+    # Also beside what strict JSON hasn't.
+    assert inspect(b'{"tools": [1], "seed": 1, "top_p": NaN}', CHAT, LIMITS).grammar == hash_of(tools=[1])
+    assert not hash_of(prompt="x")
 
 
 @pytest.mark.parametrize("name", ["image", "video", "audio_url", "prompt_embeds", "previous_response_id"])

@@ -30,7 +30,7 @@ CONTEXT = 128
 MAX_VALUES = 105
 """Most answers and logprobs in an answer."""
 
-FACTS = Facts(size=2, prompt=10, prompts=1, answers=1, output=4, runs=True, grammar=False, tokens=14)
+FACTS = Facts(size=2, prompt=10, prompts=1, answers=1, output=4, runs=True, tokens=14)
 """Facts of a short prompt: with its answer it takes one block."""
 
 REQUEST = RelayRequest(
@@ -52,7 +52,7 @@ def new_job(request: RelayRequest = REQUEST, *, facts: dict[str, Any] | None = N
     """
     own = {name: fields.pop(name) for name in ("adapter", "body", "resumes") if name in fields}
     scheduling = Scheduling(**(request.scheduling._asdict() | fields))
-    facts = (facts or {}) | ({"grammar": True} if "body" in own else {})
+    facts = (facts or {}) | ({"grammar": own["body"]} if "body" in own else {})
     request = replace(request, scheduling=scheduling, facts=structs.replace(request.facts, **facts), **own)
     return Job(request, began=now())
 
@@ -142,7 +142,7 @@ class Site:
         Raises:
             RequestError: 400.
         """
-        if job.grammar is None:
+        if not job.facts.grammar:
             return
         seconds, tenant = float(json.loads(job.request.body)["structured_outputs"]["regex"]), job.share
         if seconds in self.checked and seconds >= 0:

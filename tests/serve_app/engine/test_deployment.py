@@ -252,7 +252,7 @@ async def test_a_request_that_waits_at_the_door_has_keep_alives() -> None:
         # Of the same tenant, and its grammar is being compiled.
         held = asyncio.ensure_future(served.site.run(new_job(body=grammar_body(20))))
         await blocked()
-        request = replace(REQUEST, body=grammar_body(1), facts=structs.replace(FACTS, grammar=True))
+        request = replace(REQUEST, body=grammar_body(1), facts=structs.replace(FACTS, grammar=b"x"))
         messages = [each async for each in served.engine.relay(request)]
         await held
         assert messages[:-1] == [KEEP_ALIVE] * len(messages[:-1])
@@ -296,6 +296,17 @@ async def test_a_route_that_vllm_has_not_for_this_model_is_a_400(path: str) -> N
         status, body = await served.answer(replace(REQUEST, path=path))
         message = f"model: 'demo' serves /generate and /v1/completions, not {path}"
         assert (status, body["error"]["message"]) == (400, message)
+
+
+@virtual
+async def test_media_are_refused_unless_the_model_takes_them() -> None:
+    async with serving(failing()) as each:
+        request = replace(REQUEST, facts=structs.replace(FACTS, media="image_url"))
+        status, answered = await each.answer(request)
+        assert status == 400
+        assert answered["error"]["message"].startswith("'image_url' parts are not taken by this model")
+        each.parts._multimodal = True
+        assert (await each.answer(request))[0] == 500
 
 
 @virtual

@@ -13,7 +13,6 @@ from batcher import Aborted, BatcherError, Closed, Expired, Oversize, QueueFull
 from serve_app.api.errors import RequestError
 from serve_app.engine.autoscaling import SEQUENCES, autoscaling_stats
 from serve_app.engine.door import STARTING, refusal_of
-from serve_app.engine.grammars import MAX_BYTES
 from serve_app.engine.job import WAITING, Job
 from tests.batcher.virtual import VirtualLoop, blocked, now, virtual
 from tests.serve_app.engine.engine_doubles import (
@@ -381,15 +380,6 @@ async def test_a_grammar_that_is_refused_gives_its_slot_back_and_the_next_is_che
 
 
 @virtual
-async def test_grammars_that_are_too_long_are_refused_without_a_slot() -> None:
-    body = b'{"structured_outputs": {"regex": "%s"}}' % (b"a" * MAX_BYTES)
-    async with opened() as site:
-        error = await refused(site.door.admit(new_job(body=body)))
-        assert (error.status, error.param) == (400, "structured_outputs")
-        assert site.batcher.stats.total_submitted == 0
-
-
-@virtual
 async def test_jobs_that_run_no_model_wait_for_no_cache_and_no_adapter() -> None:
     async with opened(adapters=PlayedAdapters(1), max_running=1) as site:
         held = start(site.run(new_job(adapter=WORDS), 10.0))
@@ -512,7 +502,7 @@ async def test_a_prompt_outlives_its_job() -> None:
 
 
 def hardest() -> Job:
-    return new_job(adapter=WORDS, body=grammar_body(0), facts={"grammar": True})
+    return new_job(adapter=WORDS, body=grammar_body(0), facts={"grammar": b"x"})
 
 
 @virtual

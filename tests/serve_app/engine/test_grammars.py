@@ -14,16 +14,13 @@ from typing import Any
 import pytest
 
 from serve_app.api.errors import RequestError
-from serve_app.api.facts import GRAMMARS
 from serve_app.engine.grammars import (
-    MAX_BYTES,
     MAX_CHARS,
     RETRY_S,
     Compiler,
     Grammars,
     Recent,
     field_of,
-    key_of,
 )
 from tests.progress import STILL_S
 
@@ -203,34 +200,6 @@ def test_the_process_ends_when_its_engine_is_killed() -> None:
 
 
 # The body.
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        (b'{"response_format": {"a": "%s"}}' % (b"x" * MAX_BYTES), "response_format"),
-        (b'{"tools": [%s{}]}' % (b"{}," * (MAX_BYTES // 3)), "tools"),
-        (b'{"text": "%s", "tools": ["%s"]}' % (b"x" * (MAX_BYTES // 2), b"x" * (MAX_BYTES // 2)), "tools"),
-        (b'{"text": {}, "temperature": NaN, "prompt": "%s"}' % (b"x" * MAX_BYTES), None),
-    ],
-)
-def test_fields_for_grammars_are_bounded_before_a_parse(body: bytes, param: str | None) -> None:
-    with pytest.raises(RequestError, match=f"at most {MAX_BYTES} are allowed") as caught:
-        key_of(body)
-    assert (caught.value.status, caught.value.param) == (400, param)
-
-
-def test_the_key_of_a_body_is_that_of_its_fields_for_grammars() -> None:
-    def key(**fields: object) -> bytes:
-        return key_of(json.dumps(fields).encode())
-
-    values: list[object] = [{}, [], {"a": 1}]
-    keys = {key(**{name: value}) for name in GRAMMARS for value in values}
-    assert len(keys) == len(values) * len(GRAMMARS)
-    assert key(tools=[1], prompt="x" * MAX_BYTES, n=2) == key(n=1, tools=[1])
-    # What isn't strict JSON has none.
-    assert key_of(b'{"tools": [NaN]}') == key_of(b"{") == b""
-
 
 SCHEMA = {"type": "json_schema"}
 

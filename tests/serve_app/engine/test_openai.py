@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from serve_app.api.errors import RequestError
+from serve_app.api.errors import RequestError, type_of
 from serve_app.engine.job import Job, current, set_current
 from serve_app.engine.openai import too_many_ids
+from serve_app.wire.usage import Tokens
 from tests.batcher.virtual import blocked, virtual
 from tests.serve_app.engine.engine_doubles import REQUEST, PlayedReplica, failing, new_job
+from tests.serve_app.ledger.crashing import FakeSequence
 
 STREAM = [(b"content-type", b"text/event-stream")]
 
@@ -56,16 +58,26 @@ async def test_what_a_prompt_was_refused_for_goes_before_what_the_application_ma
     assert (head.status, dict(head.headers)[b"retry-after"]) == (429, b"3")
 
 
+def run_for(job: Job | None) -> None:
+    """Let the engine run for a job."""
+    assert job is not None
+    own = job.usage.begin()
+    own.count(FakeSequence(Tokens(10, 4, 3)))
+    own.end()
+
+
 class Field(BaseModel):
     """A field that an application of vLLM checks too late."""
 
     background: bool
 
 
-def breaking() -> Any:
+def breaking(*, ran: bool) -> Any:
     """Return an application that fails behind the head of a stream, as vLLM's does on some values."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
+        if ran:
+            run_for(current())
         await send({"type": "http.response.start", "status": 200, "headers": []})
         try:
             Field(background=None)  # type: ignore[arg-type]
@@ -80,12 +92,18 @@ async def test_an_application_that_fails_behind_its_head_is_a_500_with_its_stack
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     job = new_job()
-    status, body = await answer(PlayedReplica(breaking()), job)
+    status, body = await answer(PlayedReplica(breaking(ran=True)), job)
     assert (status, body["error"]["type"]) == (500, "internal_error")
     (record,) = [record for record in caplog.records if record.exc_info]
     assert "fault of the service" in record.message
     # Its frames would hold what the request holds.
     assert job.fault is None
+
+
+@virtual
+async def test_a_value_that_breaks_the_head_before_a_run_is_a_400() -> None:
+    status, body = await answer(PlayedReplica(breaking(ran=False)))
+    assert (status, body["error"]["message"]) == (400, "background: Input should be a valid boolean")
 
 
 @virtual
@@ -105,6 +123,66 @@ async def test_a_stream_whose_application_breaks_off_ends_with_an_error_event(
     assert json.loads(last.body.removeprefix(b"data: "))["error"]["type"] == "internal_error"
     assert b"inside" not in last.body
     assert kept(caplog) == [KeyError]
+
+
+def telling(*events: bytes, ran: bool, head: Any = STREAM, status: int = 200) -> Any:
+    """Return an application that tells of an error in its own words, before or after the engine ran."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if ran:
+            run_for(current())
+        await send({"type": "http.response.start", "status": status, "headers": head})
+        for event in events:
+            await send({"type": "http.response.body", "body": event, "more_body": event is not events[-1]})
+            await asyncio.sleep(1.0)
+
+    return app
+
+
+HOT = b'data: {"error": {"message": "too hot (parameter=a, value=9)", "param": null, "code": 400}}\n\n'
+OH = b'event: error\ndata: {"type": "error", "error": {"type": "internal_error", "message": "oh"}}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("event", "ran", "status", "words"),
+    [
+        (HOT, False, 400, "too hot"),
+        (HOT, True, 500, "The service failed on this request; its log has the reason."),
+        (OH, False, 500, "oh"),
+    ],
+)
+@virtual
+async def test_an_error_that_the_application_tells_in_a_stream_is_its_answer(
+    event: bytes, ran: bool, status: int, words: str
+) -> None:
+    assert await answer(PlayedReplica(telling(event, b"data: [DONE]\n\n", ran=ran))) == (
+        status,
+        {"error": {"message": words, "type": type_of(status), "param": None, "code": status}},
+    )
+    first, last = [
+        each async for each in PlayedReplica(telling(b"data: a\n\n", event, b"b", ran=ran)).answer(new_job())
+    ]
+    assert first.body == b"data: a\n\n"
+    assert last.usage is not None
+    assert last.usage.outcome == "failed"
+    assert json.loads(last.body.removeprefix(b"data: "))["error"]["message"] == words
+
+
+@pytest.mark.parametrize(("ran", "status"), [(True, 500), (False, 400)])
+@virtual
+async def test_an_answer_that_can_not_be_made_of_tokens_is_a_fault(ran: bool, status: int) -> None:
+    app = telling(b'{"error": {"message": "1 validation error"}}', ran=ran, head=[], status=400)
+    assert (await answer(PlayedReplica(app)))[0] == status
+
+
+@virtual
+async def test_a_mistake_in_another_request_is_told_by_its_field() -> None:
+    reason = (
+        "1 validation error for ChatCompletionRequest\nmessages.0.name\n  Input should be a string [type=x, "
+    )
+    app = telling(json.dumps({"error": {"message": reason}}).encode(), ran=False, head=[], status=400)
+    _, body = await answer(PlayedReplica(app))
+    assert body["error"]["message"] == "name: Input should be a string"
 
 
 @virtual

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 from vllm.exceptions import VLLMValidationError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -63,10 +62,12 @@ class Service:
 
     Attributes:
         script: Outputs of the engine; a function is called, and raises.
+        adding: Called as a prompt is added to the engine, and raises; None: prompts are added.
     """
 
     def __init__(self, replica: PlayedReplica, site: Site) -> None:
         self.script: list[RequestOutput | Callable[[], Any]] = []
+        self.adding: Callable[[], Any] | None = None
         self._replica = replica
         self._site = site
 
@@ -95,8 +96,12 @@ class Service:
         assert pieces[-1].usage is not None, "the answer is complete"
         return pieces[0].head.status, b"".join(piece.body for piece in pieces).decode()
 
-    async def generate(self, *_: Any, **__: Any) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(
+        self, llm: Any, prompt: Any, params: Any, request_id: str, **_: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Do as vLLM's own `generate`."""
+        if self.adding is not None:
+            await llm.add_request(request_id, prompt, params)
         for each in self.script:
             if isinstance(each, RequestOutput) and (usage := slot_usage.get()):
                 usage.count(Sampled())
@@ -117,9 +122,13 @@ async def service(
     async with AsyncExitStack() as stack:
         await application.start(stack)
         service = Service(PlayedReplica(application.app), application.site)
-        monkeypatch.setattr(
-            AsyncLLM, "generate", lambda _, *args, **options: service.generate(*args, **options)
-        )
+        monkeypatch.setattr(AsyncLLM, "generate", lambda *args, **options: service.generate(*args, **options))
+
+        async def add_request(*_: Any, **__: Any) -> None:
+            assert service.adding is not None
+            service.adding()
+
+        monkeypatch.setattr(AsyncLLM, "add_request", add_request)
         yield service
         # The stacks hold the slots of their requests, which the batcher waits for.
         caplog.get_records("call").clear()
@@ -161,10 +170,7 @@ def of_a_class_of_vllm() -> None:
 
 def too_large() -> None:
     """Do as vLLM with a value that it can't pack for its engine."""
-    try:
-        MsgpackEncoder().encode(2**64)
-    except OverflowError as error:
-        raise EngineGenerateError from error
+    MsgpackEncoder().encode(2**64)
 
 
 def in_the_engine() -> None:
@@ -216,7 +222,7 @@ async def test_a_fault_of_the_request_is_a_400_before_the_stream_with_vllm_s_rea
     reason: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    service.script = [fault]
+    service.adding = fault
     status, text = await service.ask(path, stream)
     assert status == 400, text
     error = error_of(text)
@@ -265,9 +271,10 @@ async def test_vllm_s_own_refusals_have_anthropic_s_shape(
 
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-MISTAKES: list[tuple[str, dict[str, Any], str, str]] = [
+MISTAKES: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"temperature": "hot"}, "temperature", "Input should be a valid number, unable to parse"),
     (CHAT, {"stop": 3}, "stop", "Input should be a valid string or a valid list"),
+    (CHAT, {"structured_outputs": [-1]}, None, "object has no attribute 'get'"),
     (CHAT, {"messages": "a"}, "messages", "Input should be a valid list"),
     (CHAT, {"messages": [{"role": "user", "content": "a", "name": 5}]}, "messages[0].name", "valid string"),
     (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "valid string or"),
@@ -286,7 +293,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize(("path", "wrong", "param", "reason"), MISTAKES, ids=str)
 async def test_a_wrong_body_is_refused_in_the_words_of_the_service(
-    service: Service, path: str, wrong: dict[str, Any], param: str, reason: str
+    service: Service, path: str, wrong: dict[str, Any], param: str | None, reason: str
 ) -> None:
     status, text = await service.ask(path, False, **wrong)
     assert status == 400, text
@@ -347,7 +354,8 @@ async def test_an_answer_that_can_not_be_made_is_a_fault_of_the_service(
     # The Ingress drops null.
     status, text = await service.ask(RESPONSES, False, truncation=None)
     assert (status, error_of(text)["type"]) == (500, "internal_error")
-    assert stacks(caplog) == [ValidationError]
+    assert stacks(caplog) == [RuntimeError]
+    assert "vLLM's application answered 400: 1 validation error" in caplog.text
 
 
 def empty() -> None:

@@ -333,7 +333,7 @@ async def test_a_name_that_vllm_does_not_know_is_translated() -> None:
         assert request.scheduling.priority == -1
         assert json.loads(request.body) == {"service_tier": "priority", "messages": []}
         # The rest is as it was.
-        body = b'{"service_tier": "fast", "seed": ' + b"9" * 4000 + b"}"
+        body = b'{"service_tier": "fast", "x": ' + b"9" * 4000 + b"}"
         assert (await client.post(CHAT, content=body)).status_code == 200
         assert b"9" * 4000 in client.engine.requests[1].body
 

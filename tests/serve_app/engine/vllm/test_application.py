@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -12,9 +13,12 @@ import pytest
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.serve.exception_handling.handlers.exception import exception_handler
+from vllm.exceptions import VLLMValidationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from serve_app.engine.vllm.application import RESPONSES, InputInPieces
+from serve_app.api.errors import RequestError
+from serve_app.engine.vllm.application import RESPONSES, InputInPieces, hide_refusals
+from serve_app.engine.vllm.client import refused
 from serve_app.settings.sources import DEMO_MODEL
 from tests.serve_app.engine.pooling_application import LIMIT_S, Application
 
@@ -30,6 +34,29 @@ async def application() -> AsyncIterator[Application]:
 async def test_only_the_routes_of_the_tasks_are_served(application: Application) -> None:
     assert "/v1/embeddings" in application.routes
     assert not {"/generate", "/v1/completions"} & application.routes
+
+
+def test_vllm_logs_no_stack_trace_of_what_is_no_fault() -> None:
+    logged: list[logging.LogRecord] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            logged.append(record)
+
+    handler = Kept()
+    logger = logging.getLogger("vllm")
+    logger.addHandler(handler)
+    try:
+        hide_refusals()
+        full = refused(RequestError(429, "rate_limit_error", "full"))
+        for error in (full, VLLMValidationError("too hot"), KeyError("broken")):
+            try:
+                raise error
+            except Exception:
+                logging.getLogger("vllm.entrypoints").exception("Error in a stream.")
+    finally:
+        logger.removeHandler(handler)
+    assert [record.exc_info[0] for record in logged if record.exc_info] == [KeyError]
 
 
 async def test_an_unknown_path_has_an_error_of_openai_s_shape(application: Application) -> None:

@@ -19,10 +19,11 @@ from vllm.sampling_params import BeamSearchParams, RequestOutputKind, Structured
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
+from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
 
 from serve_app.api.errors import RequestError
 from serve_app.engine.job import Job
-from serve_app.engine.vllm.client import MOST_LENGTH_PENALTY, goals_left
+from serve_app.engine.vllm.client import goals_left
 from serve_app.engine.vllm.scheduler import GOALS
 from serve_app.settings.models import GoalSettings
 from serve_app.wire.usage import Tokens
@@ -336,14 +337,30 @@ async def test_an_answer_that_states_no_limit_gets_that_of_the_ingress(
         assert script.calls[0]["params"].max_tokens == given
 
 
+class Letters:
+    """Stands for a tokenizer: each letter is a token."""
+
+    max_token_id = 255
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return list(text.encode())
+
+
 @virtual
-async def test_the_seeds_of_several_answers_are_numbers_that_the_engine_can_hold() -> None:
+async def test_bad_words_have_no_more_tokens_than_the_sampler_has_room_for() -> None:
     async with opened() as site:
-        script = Script(output(1, finish="stop"))
-        llm = gated(script, site)
-        for seed in (2**63 - 1, 7):
-            await run(llm, params=SamplingParams(n=3, max_tokens=4, seed=seed))
-        assert [call["params"].seed for call in script.calls] == [2**63 - 3, 7]
+        llm = gated(Script(output(1, finish="stop")), site)
+        llm.input_processor.tokenizer = Letters()
+        await run(llm, params=SamplingParams(max_tokens=4, bad_words=["a" * 1000, "b" * 24]))
+        job = await admitted(llm)
+        with pytest.raises(VLLMValidationError, match="bad_words: has 1025 tokens"):
+            await run(llm, params=SamplingParams(max_tokens=4, bad_words=["a" * 1025]), job=job)
+        assert refused(job) == (400, "bad_words")
+        large = SamplingParams(bad_words=["a" * 1025])
+        large.update_from_tokenizer(Letters())
+        state: Any = SimpleNamespace(num_bad_words=SimpleNamespace(np=[0]))
+        with pytest.raises(ValueError, match="Too many total bad word tokens"):
+            BadWordsState.add_request(state, 0, large)
 
 
 @virtual
@@ -477,22 +494,6 @@ async def test_an_answer_that_states_too_many_values_is_refused_at_the_door() ->
         site.check_free()
 
 
-@virtual
-async def test_more_ids_than_the_engine_has_room_for_are_refused() -> None:
-    async with opened() as site:
-        script = Script(output(1, finish="stop"))
-        llm: Any = gated(script, site)
-        params = SamplingParams(max_tokens=4, allowed_token_ids=list(range(1025)))
-        # vLLM's older runner has room for all.
-        await run(llm, params=params)
-        llm.vllm_config.use_v2_model_runner = True
-        job = new_job()
-        with pytest.raises(VLLMValidationError, match="allowed_token_ids: 1025 token ids"):
-            await run(llm, params=params, job=job)
-        assert refused(job) == (400, "allowed_token_ids")
-        assert len(script.calls) == 1
-
-
 # Beam searches.
 
 
@@ -536,19 +537,6 @@ async def test_the_tokens_of_a_beam_search_have_the_tier_of_the_job() -> None:
         job = await admitted(llm, new_job(facts={"answers": 2}, priority=1))
         assert [each async for each in searched(llm, job, beam_width=2, max_tokens=2)]
         assert [call["priority"] for call in script.calls] == [1, 1]
-
-
-@pytest.mark.parametrize("penalty", [-1e308, 1e308, float("inf"), float("nan"), MOST_LENGTH_PENALTY + 1.0])
-@virtual
-async def test_a_length_penalty_that_is_no_exponent_is_refused(penalty: float) -> None:
-    async with opened() as site:
-        llm = gated(Script(output(1, finish="length")), site)
-        job = await admitted(llm)
-        with pytest.raises(VLLMValidationError, match="length_penalty: must be between -10 and 10"):
-            await anext(searched(llm, job, beam_width=2, max_tokens=2, length_penalty=penalty))
-        assert refused(job) == (400, "length_penalty")
-        assert job.slot is not None
-        job.slot.release()
 
 
 @virtual

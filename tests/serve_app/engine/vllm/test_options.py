@@ -10,7 +10,14 @@ from vllm.tool_parsers import ToolParserManager
 from serve_app.api.scheduling import FLEX
 from serve_app.engine.adapters import AdapterSlots
 from serve_app.engine.door import STARTING, EngineLanes
-from serve_app.engine.vllm.options import BatcherLimits, batcher_of, limits_of, text_batcher_of, vllm_args
+from serve_app.engine.vllm.options import (
+    NO_HOST,
+    BatcherLimits,
+    batcher_of,
+    limits_of,
+    text_batcher_of,
+    vllm_args,
+)
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.schema import SettingsError
 from tests.batcher.virtual import virtual
@@ -78,6 +85,12 @@ def test_vllm_schedules_by_priority_unless_configured(fields: Any, policy: str) 
 )
 def test_a_model_that_takes_text_alone_has_no_encoders(fields: Any, text_only: bool) -> None:
     assert vllm_args(settings(**fields)).language_model_only is text_only
+
+
+def test_media_are_fetched_from_the_named_hosts_alone() -> None:
+    named = {"multimodal": True, "engine": {"allowed_media_domains": ["a.example"]}}
+    assert vllm_args(settings(**named)).allowed_media_domains == ["a.example"]
+    assert vllm_args(settings()).allowed_media_domains == [NO_HOST]
 
 
 @pytest.mark.parametrize(

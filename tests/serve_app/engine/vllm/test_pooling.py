@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 from vllm.outputs import PoolingOutput, PoolingRequestOutput
-from vllm.renderers import chat_utils
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from serve_app.engine.vllm.workarounds import refuse_media
 from serve_app.settings.sources import DEMO_MODEL
 from tests.serve_app.engine.engine_doubles import CONTEXT
 from tests.serve_app.engine.pooling_application import LIMIT_S, Application
@@ -131,28 +129,6 @@ async def test_a_model_with_several_classes_scores_nothing(played: None, tmp_pat
         assert not {"/v1/rerank", "/v1/score", "/v1/embeddings"} & classifier.routes
         status, answer = await classifier.post("/classify", input="a")
         assert (status, answer["data"][0]["num_classes"]) == (200, 3)
-
-
-async def test_a_part_with_media_is_refused_by_its_name_on_every_route(
-    embedder: Application, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = "_parse_chat_message_content_mm_part"
-    monkeypatch.setattr(chat_utils, name, getattr(chat_utils, name))
-    refuse_media()
-    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    document = {"content": [{"type": "text", "text": "a"}, part]}
-    bodies: list[tuple[str, dict[str, Any]]] = [
-        ("/v1/embeddings", {"messages": [{"role": "user", "content": [part]}]}),
-        ("/v1/rerank", {"query": "q", "documents": [document]}),
-        ("/v1/score", {"queries": document, "documents": "a"}),
-        ("/tokenize", {"messages": [{"role": "user", "content": [part]}]}),
-    ]
-    for path, body in bodies:
-        status, answer = await embedder.post(path, **body)
-        assert status == 400
-        message = answer["error"]["message"]
-        assert message.startswith("'image_url' parts are not taken by this model")
-        assert "`multimodal`" in message
 
 
 async def test_a_call_whose_client_leaves_holds_nothing(

@@ -5,7 +5,6 @@ A test named `…_still_…` shows the fault in vLLM as it is installed. Where i
 
 import asyncio
 import fcntl
-import json
 import platform
 import sys
 import threading
@@ -18,13 +17,10 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.entrypoints.generate.base.serving import GenerateBaseServing
-from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.serve.exception_handling import error_response
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
-from vllm.renderers import TokenizeParams, chat_utils
+from vllm.renderers import TokenizeParams
 from vllm.renderers.hf import HfRenderer
 from vllm.tokenizers import get_tokenizer
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -38,8 +34,6 @@ from serve_app.engine.vllm.workarounds import (
     bound_tokenizing,
     exceeds,
     keep_lora_rows_apart,
-    make_error_responses,
-    refuse_media,
     run_beam_searches,
     score_beside_the_loop,
     short_chats_at_once,
@@ -63,15 +57,9 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
         (lora_ops, ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")),
         (punica_cpu, ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")),
         (KVCacheConfig, ("needs_kv_cache_zeroing",)),
-        (chat_utils, ("_parse_chat_message_content_mm_part",)),
-        (GenerateBaseServing, ("_convert_generation_error_to_streaming_response",)),
     ):
         for name in names:
             monkeypatch.setattr(holder, name, getattr(holder, name))
-    original = error_response.create_error_response
-    for name, module in list(sys.modules.items()):
-        if name.startswith("vllm.") and vars(module).get("create_error_response") is original:
-            monkeypatch.setattr(module, "create_error_response", original)
 
 
 def test_vllm_loads_one_plugin_which_leaves_other_uses_of_vllm_as_they_are(
@@ -208,7 +196,7 @@ class Renderer:
 
     Attributes:
         texts: The texts that were tokenized.
-        threads: The threads that did it, and those that decoded.
+        threads: The threads that did it.
     """
 
     def __init__(self) -> None:
@@ -225,13 +213,6 @@ class Renderer:
 
     async def _tokenize_prompt_async(self, prompt: Any, params: TokenizeParams) -> Any:
         return await asyncio.to_thread(Renderer._tokenize_prompt, self, prompt, params)
-
-    def _decode(self, token_ids: list[int]) -> str:
-        self.threads.append(threading.current_thread().name)
-        return str(TOKENIZER.decode(token_ids))
-
-    async def _async_tokenizer_decode(self, token_ids: list[int]) -> str:
-        return await asyncio.to_thread(Renderer._decode, self, token_ids)
 
 
 def bounded(most: int = MOST) -> Any:
@@ -326,15 +307,6 @@ async def test_a_long_text_that_is_truncated_is_cut_before_it_is_tokenized(
     assert renderer.texts == [text[-most:] if side == "left" else text[:most]]
 
 
-async def test_token_ids_within_the_limit_are_decoded() -> None:
-    renderer = bounded(SHORT_CHARS + 1)
-    assert await renderer._async_tokenizer_decode(TOKENIZER("1+2=3").input_ids) == "1+2=3"
-    await renderer._async_tokenizer_decode([1] * (SHORT_CHARS + 1))
-    assert renderer.threads == ["MainThread", "asyncio_0"]
-    with pytest.raises(VLLMValidationError, match=r"2050 token ids.*max_tokenize_tokens"):
-        await renderer._async_tokenizer_decode([1] * (SHORT_CHARS + 2))
-
-
 @pytest.mark.parametrize(
     ("characters_per_token", "most", "answer", "counted"),
     [
@@ -365,7 +337,7 @@ async def reranker(tmp_path: Path) -> AsyncIterator[Application]:
         yield await Application(str(make_classifier(tmp_path, 1)), tasks).start(stack)
 
 
-def test_vllm_still_bounds_neither_tokenize_nor_detokenize() -> None:
+def test_vllm_still_has_no_bound_for_tokenize() -> None:
     tokenize = (Path(workarounds.__file__), Path(sys.modules["vllm"].__file__ or ""))[1].parent
     source = (tokenize / "entrypoints/serve/tokenize/protocol.py").read_text()
     assert source.count("max_total_tokens=None") >= 2
@@ -479,84 +451,6 @@ def test_an_application_that_scores_nothing_stays_as_it_is() -> None:
 
 
 # The application.
-
-PIXEL = "data:image/png;base64,AAAA"
-
-
-def messages_of(part: Any) -> Any:
-    """Return what vLLM makes of a chat with one part, for a model that takes text alone."""
-
-    class Config(SimpleNamespace):
-        def get_multimodal_config(self) -> Any:
-            raise ValueError("The model is not multimodal.")
-
-    config: Any = Config(
-        multimodal_config=None,
-        allowed_local_media_path="",
-        allowed_media_domains=None,
-        enable_prompt_embeds=0,
-        is_multimodal_model=False,
-        served_model_name="demo",
-    )
-    return chat_utils.parse_chat_messages([{"role": "user", "content": [part]}], config, "string")
-
-
-def test_vllm_still_decodes_an_image_for_a_model_that_takes_text_alone() -> None:
-    with pytest.raises(ValueError, match="Failed to load image"):
-        messages_of({"type": "image_url", "image_url": {"url": PIXEL}})
-
-
-@pytest.mark.parametrize(
-    ("part", "kind"),
-    [
-        ({"type": "image_url", "image_url": {"url": PIXEL}}, "image_url"),
-        ({"image_url": PIXEL}, "image_url"),
-        ({"type": "text", "text": "a", "uuid": "x", "image_url": PIXEL}, "image_url"),
-        ({"type": "input_image", "image_url": PIXEL, "detail": "auto"}, "input_image"),
-        ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, "input_audio"),
-        ({"type": "audio_url", "audio_url": {"url": PIXEL}}, "audio_url"),
-        ({"type": "video_url", "video_url": {"url": "https://x.example/a.mp4"}}, "video_url"),
-        ({"type": "image_embeds", "image_embeds": "AAAA"}, "image_embeds"),
-    ],
-)
-def test_a_part_with_media_is_refused_by_its_name(restored: None, part: Any, kind: str) -> None:
-    refuse_media()
-    with pytest.raises(VLLMValidationError, match=f"^'{kind}' parts are not taken.*`multimodal`") as caught:
-        messages_of(part)
-    assert error_response.create_error_response(caught.value).error.code == 400
-
-
-@pytest.mark.parametrize("part", ["a", {"type": "text", "text": "a"}, {"type": "input_text", "text": "a"}])
-def test_text_is_taken_where_media_is_refused(restored: None, part: Any) -> None:
-    refuse_media()
-    conversation, *_ = messages_of(part)
-    assert conversation[0]["content"] == "a"
-
-
-def test_vllm_still_takes_every_value_error_for_the_client_s() -> None:
-    original = getattr(
-        error_response.create_error_response, "__wrapped__", error_response.create_error_response
-    )
-    assert original(ValueError("of ours")).error.code == 400
-
-
-def test_answers_to_exceptions_are_made_once(restored: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert build_app, "the application's modules are there"
-    for name, module in list(sys.modules.items()):
-        # Other tests may have replaced it.
-        if name.startswith("vllm.") and (found := vars(module).get("create_error_response")) is not None:
-            monkeypatch.setattr(module, "create_error_response", getattr(found, "__wrapped__", found))
-
-    def make(original: Any) -> Any:
-        return lambda message: json.dumps([message, original(message).error.code])
-
-    make_error_responses(make)
-    # Again it does nothing.
-    make_error_responses(make)
-    assert error_response.create_error_response("a") == '["a", 400]'
-    monkeypatch.setattr(error_response, "create_error_response", lambda error: error)
-    with pytest.raises(RuntimeError, match=r"vllm\.[a-z._]+\.create_error_response"):
-        make_error_responses(make)
 
 
 async def test_beam_searches_of_the_application_run_through_another_function(reranker: Application) -> None:
