@@ -264,84 +264,41 @@ SWITCHING = Metric(
 )
 
 # vLLM's, by its own names.
-VLLM_RUNNING = Metric(
-    "vllm_num_requests_running", "gauge", "vLLM: Sequences in vLLM's batch", ("model_name",)
+
+
+def _vllm(name: str, kind: Kind, help: str, buckets: tuple[float, ...] = ()) -> Metric:
+    return Metric(f"vllm_{name}", kind, f"vLLM: {help}", ("model_name",), buckets)
+
+
+VLLM_RUNNING = _vllm("num_requests_running", "gauge", "Sequences in vLLM's batch")
+VLLM_WAITING = _vllm("num_requests_waiting", "gauge", "Sequences that wait in vLLM")
+VLLM_CACHE_USED = _vllm("kv_cache_usage_perc", "gauge", "Share of the KV cache in use, 0 to 1")
+VLLM_OUTPUT_TOKENS = _vllm("generation_tokens_total", "counter", "Tokens produced, as they are produced")
+VLLM_PROMPT_TOKENS = _vllm("prompt_tokens_total", "counter", "Tokens of prompts")
+VLLM_PREEMPTIONS = _vllm(
+    "num_preemptions_total", "counter", "Sequences that were preempted and computed again"
 )
-VLLM_WAITING = Metric(
-    "vllm_num_requests_waiting", "gauge", "vLLM: Sequences that wait in vLLM", ("model_name",)
+VLLM_CACHE_QUERIES = _vllm(
+    "prefix_cache_queries_total", "counter", "Tokens that were looked up in the prefix cache"
 )
-VLLM_CACHE_USED = Metric(
-    "vllm_kv_cache_usage_perc", "gauge", "vLLM: Share of the KV cache in use, 0 to 1", ("model_name",)
+VLLM_CACHE_HITS = _vllm("prefix_cache_hits_total", "counter", "Tokens that were found in the prefix cache")
+VLLM_EXTERNAL_QUERIES = _vllm(
+    "external_prefix_cache_queries_total", "counter", "Tokens that were looked up by a KV connector"
 )
-VLLM_OUTPUT_TOKENS = Metric(
-    "vllm_generation_tokens_total",
-    "counter",
-    "vLLM: Tokens produced, as they are produced",
-    ("model_name",),
+VLLM_EXTERNAL_HITS = _vllm("external_prefix_cache_hits_total", "counter", "Tokens that a KV connector found")
+VLLM_DRAFTS = _vllm("spec_decode_num_drafts_total", "counter", "Drafts of speculative decoding")
+VLLM_DRAFT_TOKENS = _vllm("spec_decode_num_draft_tokens_total", "counter", "Tokens of drafts")
+VLLM_ACCEPTED_TOKENS = _vllm(
+    "spec_decode_num_accepted_tokens_total", "counter", "Tokens of drafts that were accepted"
 )
-VLLM_PROMPT_TOKENS = Metric("vllm_prompt_tokens_total", "counter", "vLLM: Tokens of prompts", ("model_name",))
-VLLM_PREEMPTIONS = Metric(
-    "vllm_num_preemptions_total",
-    "counter",
-    "vLLM: Sequences that were preempted and computed again",
-    ("model_name",),
+VLLM_FIRST_TOKEN = _vllm(
+    "time_to_first_token_seconds", "histogram", "Seconds from arrival in vLLM to the first token", SECONDS
 )
-VLLM_CACHE_QUERIES = Metric(
-    "vllm_prefix_cache_queries_total",
-    "counter",
-    "vLLM: Tokens that were looked up in the prefix cache",
-    ("model_name",),
+VLLM_PER_TOKEN = _vllm(
+    "request_time_per_output_token_seconds", "histogram", "Mean seconds per token of a request", TOKEN_SECONDS
 )
-VLLM_CACHE_HITS = Metric(
-    "vllm_prefix_cache_hits_total",
-    "counter",
-    "vLLM: Tokens that were found in the prefix cache",
-    ("model_name",),
-)
-VLLM_EXTERNAL_QUERIES = Metric(
-    "vllm_external_prefix_cache_queries_total",
-    "counter",
-    "vLLM: Tokens that were looked up by a KV connector",
-    ("model_name",),
-)
-VLLM_EXTERNAL_HITS = Metric(
-    "vllm_external_prefix_cache_hits_total",
-    "counter",
-    "vLLM: Tokens that a KV connector found",
-    ("model_name",),
-)
-VLLM_DRAFTS = Metric(
-    "vllm_spec_decode_num_drafts_total", "counter", "vLLM: Drafts of speculative decoding", ("model_name",)
-)
-VLLM_DRAFT_TOKENS = Metric(
-    "vllm_spec_decode_num_draft_tokens_total", "counter", "vLLM: Tokens of drafts", ("model_name",)
-)
-VLLM_ACCEPTED_TOKENS = Metric(
-    "vllm_spec_decode_num_accepted_tokens_total",
-    "counter",
-    "vLLM: Tokens of drafts that were accepted",
-    ("model_name",),
-)
-VLLM_FIRST_TOKEN = Metric(
-    "vllm_time_to_first_token_seconds",
-    "histogram",
-    "vLLM: Seconds from arrival in vLLM to the first token",
-    ("model_name",),
-    SECONDS,
-)
-VLLM_PER_TOKEN = Metric(
-    "vllm_request_time_per_output_token_seconds",
-    "histogram",
-    "vLLM: Mean seconds per token of a request",
-    ("model_name",),
-    TOKEN_SECONDS,
-)
-VLLM_SECONDS = Metric(
-    "vllm_e2e_request_latency_seconds",
-    "histogram",
-    "vLLM: Seconds from arrival in vLLM to the last token",
-    ("model_name",),
-    SECONDS,
+VLLM_SECONDS = _vllm(
+    "e2e_request_latency_seconds", "histogram", "Seconds from arrival in vLLM to the last token", SECONDS
 )
 
 INGRESS = (FAULTS, REQUESTS, IN_PROGRESS, REQUEST_SECONDS, FIRST_TOKEN, PER_TOKEN, PATH_SECONDS)
