@@ -165,6 +165,7 @@ class LiveFirst:
     lora_config: Any
     finished_recving_kv_req_ids: set[str]
     max_model_len: int
+    block_size: int
     max_num_scheduled_tokens: int
     max_num_active_reqs: int
     num_waiting_for_streaming_input: int
@@ -307,12 +308,12 @@ class LiveFirst:
         self, request: Any, computed: int, tokens: int, *arguments: Any, **options: Any
     ) -> Any:
         # vLLM takes whole images of the tokens that it gets here.
-        tokens = self._within(request, tokens, whole=True)
+        tokens = self._within(request, tokens, whole=math.inf)
         return super()._try_schedule_encoder_inputs(request, computed, tokens, *arguments, **options)  # type: ignore[misc]
 
     def _mamba_block_aligned_split(self, request: Any, tokens: int, *arguments: Any) -> int:
         # The part ends with a block.
-        tokens = self._within(request, tokens, whole=True)
+        tokens = self._within(request, tokens, whole=self.block_size)
         return int(super()._mamba_block_aligned_split(request, tokens, *arguments))  # type: ignore[misc]
 
     def _reserve_prefill_lookahead(self, request: Any, computed: int, tokens: int) -> int:
@@ -337,23 +338,24 @@ class LiveFirst:
                 self.max_num_active_reqs = 0
         return tokens
 
-    def _within(self, request: Any, tokens: int, *, whole: bool = False) -> int:
+    def _within(self, request: Any, tokens: int, *, whole: float = 0) -> int:
         """Return the tokens of a request for which the step has room.
 
         Args:
             request: The request.
             tokens: The tokens that it would take.
-            whole: Whether vLLM cuts no more from the part than it has to.
+            whole: Tokens of the longest part that vLLM can't cut.
         """
         room = self._room
         if room is None or request.priority <= 0 or not tokens:
             return tokens
         if request.status.name == "RUNNING" and not request.is_prefill_chunk:
             return 0 if request in room.without else tokens
-        if tokens <= room.prompts or (whole and room.whole):
+        most = max(room.prompts, whole) if room.whole else room.prompts
+        if tokens <= most:
             return tokens
         # vLLM fills up a decode with drafts, and expects all of them.
-        return 0 if tokens <= 1 + self.num_spec_tokens else int(room.prompts)
+        return 0 if tokens <= 1 + self.num_spec_tokens else int(most)
 
     def _early_s(self) -> float:
         """Return the seconds by which it is too early to decide the next step."""

@@ -4,12 +4,13 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, KVConnectorOutput
 
 from serve_app.simulation.vllm_executor import SimulatedExecutor
@@ -18,6 +19,9 @@ from tests.serve_app.simulation.virtual_engine import VirtualEngine
 
 WINDOW = 256
 """Tokens of context that the layers of a sliding window read."""
+
+STATE_BLOCK = 128
+"""Tokens of a block of `States`."""
 
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
 """Options of `Drafts`."""
@@ -54,6 +58,29 @@ class Windows(SimulatedExecutor):
     def determine_available_memory(self) -> list[int]:
         (memory,) = super().determine_available_memory()
         return [7 * memory]
+
+
+class States(SimulatedExecutor):
+    """A model with a layer of states (Mamba) beside a layer of full attention.
+
+    Parts of a prompt end with a block, whose states are kept.
+    """
+
+    def _init_executor(self) -> None:
+        super()._init_executor()
+        self.cache_config.block_size, self.cache_config.mamba_cache_mode = STATE_BLOCK, "align"
+
+    def get_kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:
+        (layers,) = super().get_kv_cache_specs()
+        full = layers["simulated"]
+        states = MambaSpec(
+            block_size=full.block_size,
+            shapes=((8,),),
+            dtypes=(torch.float16,),
+            page_size_padded=full.page_size_bytes,
+            mamba_cache_mode="align",
+        )
+        return [{"full": full, "states": states}]
 
 
 class Drafts(SimulatedExecutor):

@@ -14,7 +14,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from serve_app.engine.vllm.scheduler import GOALS
 from tests.progress import wait_until
-from tests.serve_app.engine.vllm.features import DRAFTS, STORE, Drafts, Loading, Windows, engine_of
+from tests.serve_app.engine.vllm.features import DRAFTS, STORE, Drafts, Loading, States, Windows, engine_of
 from tests.serve_app.simulation.virtual_engine import LiveFirstEngine, VirtualEngine, virtual_engines
 
 DEVICE = {
@@ -50,6 +50,9 @@ FEATURES = {
     "a nearly full prefix cache": Feature(device={"kv_tokens": 20_000}, live_prompt=2000, shared=1900),
     "a watermark": Feature({"extra": {"watermark": 0.05}}, {"kv_tokens": 20_000}),
     "windows": Feature(kind=lambda kind: engine_of(Windows, kind), live_prompt=700),
+    "states": Feature(
+        device={"kv_tokens": 120_000}, kind=lambda kind: engine_of(States, kind), live_prompt=700
+    ),
     "a store of KV caches": Feature(
         {"extra": {"kv_transfer_config": STORE}},
         {"max_num_seqs": 32},
