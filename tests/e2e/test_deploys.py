@@ -9,7 +9,7 @@ import pytest
 from serve_app.api.protocol import JSON
 from tests.e2e.load import Load
 from tests.e2e.service import Service
-from tests.e2e.services import engine, is_settled, redeploy, wait_until
+from tests.e2e.services import engine, engines, is_settled, redeploy, wait_until
 from tests.progress import ANSWER_S
 
 
@@ -42,13 +42,14 @@ async def change(service: Service, config: JSON, count: int) -> tuple[Load, dict
     return load, reports
 
 
-async def test_limits_change_without_a_restart(pair: Service) -> None:
-    before = await replicas(pair, 2)
-    limits = {"batcher": {"max_running": 16}}
-    await asyncio.to_thread(redeploy, pair, 2, user_config=limits)
-    after = await replicas(pair, 2)
+async def test_limits_change_without_a_restart(service: Service) -> None:
+    count = engines(service.config)
+    before = await replicas(service, count)
+    limits = {"batcher": {"max_running": 48}}
+    await asyncio.to_thread(redeploy, service, count, user_config=limits)
+    after = await replicas(service, count)
     assert set(after) == set(before)
-    assert {one["batcher"]["max_running"] for one in after.values()} == {16}
+    assert {one["batcher"]["max_running"] for one in after.values()} == {48}
 
 
 @pytest.mark.long
