@@ -79,7 +79,7 @@ test-batcher: ## Run the tests of batcher/ alone, on another Python; PYTHON=pyth
 	.venv-batcher/bin/python -m pytest -W ignore::pytest.PytestConfigWarning tests/batcher $(ARGS)
 
 tests: install
-	@$(TIMED) $(BIN)/python -m pytest --quiet -n $(JOBS:1=0) $(ARGS)
+	@$(TIMED) $(BIN)/python -m pytest --quiet -n $(JOBS:1=0) --no-loadscope-reorder $(ARGS)
 
 check-vllm: install ## Look for the names of vLLM that are used here in other releases; ARGS="vllm==0.33.0", ARGS="--help".
 	@$(BIN)/python -m tests.benchmarks.vllm_names $(ARGS)

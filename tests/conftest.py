@@ -91,14 +91,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> "LoadScopeSc
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the tests: those without a service, those with the shared one, then `LAST`."""
+    """Order the tests: `ALONE` and `SHARED`, which two workers begin with, then the others; `LAST` as it says."""
     items.sort(key=_place)
 
 
-def _place(item: pytest.Item) -> int:
-    if item.path.parent.name in {"e2e", "k8s"} and item.path.stem in LAST:
-        return 2 + LAST.index(item.path.stem)
-    return int(_needs_service(item))
+def _place(item: pytest.Item) -> tuple[int, int]:
+    own = item.path.parent.name in {"e2e", "k8s"} and item.path.stem in LAST
+    within = 2 + LAST.index(item.path.stem) if own else int(_needs_service(item))
+    if item.nodeid.startswith(ALONE):
+        return 0, within
+    return (1 if item.nodeid.startswith(SHARED) else 2), within
 
 
 def _needs_service(item: pytest.Item) -> bool:

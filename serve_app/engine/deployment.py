@@ -280,7 +280,8 @@ class Engine(Replica):
         most = self._engine.max_tokenize_tokens
         if refusal := self._unserved(job.request.path) or too_many_ids(job.request, most):
             raise refusal
-        if (kind := job.facts.media) and not self._multimodal:
+        # A chat with media fails alone in a call of `/generate`.
+        if (kind := job.facts.media) and not self._multimodal and job.request.path != GENERATE:
             message = (
                 f"{kind!r} parts are not taken by this model, whose setting `multimodal` is not true; "
                 "send text alone"

@@ -58,6 +58,9 @@ its event loop is held. An engine that works sends a keep-alive within twice `KE
 TICKS = round(SILENCE_S / KEEPALIVE_S)
 """Looks in that time. A look that comes late, since this process was busy, decides nothing by itself."""
 
+LATE_S = 1.0
+"""Seconds for which an engine may be behind with refusing a request itself, with the record's name."""
+
 MAX_LOST = 3
 """The loss with this number is a request's result. Two engines may die one after the other of anything, and
 all requests that they had are answered by the third."""
@@ -205,7 +208,7 @@ class Attempt:
         self._asking: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(KEEPALIVE_S, self._tick)
-        self._expiry = None if wait_s is None else self._loop.call_later(wait_s, self._expire)
+        self._expiry = None if wait_s is None else self._loop.call_later(wait_s + LATE_S, self._expire)
 
     def __aiter__(self) -> "Attempt":
         return self

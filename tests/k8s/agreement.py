@@ -166,7 +166,7 @@ def _variables(prepared: tuple[Variable, ...], place: dict[str, Any]) -> dict[st
 
 
 def _times(spec: dict[str, Any], config: dict[str, Any]) -> Iterator[str]:
-    """A replica ends within HAProxy's last stream, that within the drain, the drain within the pod."""
+    """A replica ends with HAProxy's last stream, that within the drain, the drain within the pod."""
     variables = _variables(OF_CONTROLLER, config["controller_options"])
     hard_stop = int(variables["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"])
     (app,) = config["applications"]
@@ -174,7 +174,7 @@ def _times(spec: dict[str, Any], config: dict[str, Any]) -> Iterator[str]:
     args = {name: value for name, value in app["args"].items() if name != "access"}
     for deployment in build_app(build(args), name=app["name"]).deployments:
         seconds = deployment._deployment_config.graceful_shutdown_timeout_s
-        if seconds + MARGIN_S > hard_stop:
+        if seconds > hard_stop:
             yield f"spec.serveConfigV2: {deployment.name} may drain {seconds} s, HAProxy only {hard_stop}"
     delay = spec.get("rayClusterDeletionDelaySeconds", 60)
     if delay < hard_stop + MARGIN_S:

@@ -23,6 +23,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from batcher import BatcherError, Slot
 from serve_app.api.errors import RequestError, internal_error
+from serve_app.api.facts import MEDIA
 from serve_app.api.protocol import (
     JSON,
     Detail,
@@ -39,6 +40,8 @@ from serve_app.engine.vllm.client import GatedLLM
 from serve_app.engine.vllm.lora import Adapters
 
 logger = logging.getLogger("ray.serve")
+
+ONLY_TEXT = "only text can be sent here, not images or sound"
 
 SHORT_CHARS = 2_048
 """Texts up to this length together are tokenized on the event loop: a thread takes as long to begin."""
@@ -349,6 +352,9 @@ class GenerateCalls:
         Raises:
             RequestError: 400, the chat is wrong.
         """
+        if any(map(_has_media, messages)):
+            # vLLM would fetch them.
+            raise RequestError(400, "invalid_request_error", ONLY_TEXT)
         try:
             # The same call as in vLLM's own chat route.
             rendered = await self._renderer.render_chat(ChatCompletionRequest(messages=messages))
@@ -361,10 +367,15 @@ class GenerateCalls:
             raise RequestError(400, "invalid_request_error", rendered.error.message)
         _, (prompt,) = rendered
         if prompt["type"] != "token":
-            message = "only text can be sent here, not images or sound"
-            raise RequestError(400, "invalid_request_error", message)
+            raise RequestError(400, "invalid_request_error", ONLY_TEXT)
         ids: list[int] = prompt["prompt_token_ids"]
         return ids
+
+
+def _has_media(message: JSON) -> bool:
+    content = message.get("content")
+    parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    return any(part.get("type") in MEDIA or any(key in part for key in MEDIA) for part in parts)
 
 
 def _usage(details: list[Detail | None]) -> Usage:
