@@ -91,7 +91,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> "LoadScopeSc
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the tests: `ALONE` and `SHARED`, which two workers begin with, then the others; `LAST` as it says."""
+    """Order the tests: `ALONE` and `SHARED`, with which two workers begin, then the others."""
     items.sort(key=_place)
 
 
