@@ -59,7 +59,8 @@ TICKS = round(SILENCE_S / KEEPALIVE_S)
 """Looks in that time. A look that comes late, since this process was busy, decides nothing by itself."""
 
 LATE_S = 1.0
-"""Seconds for which an engine may be behind with refusing a request itself, with the record's name."""
+"""Seconds beyond its queue timeout in which an engine that is there may still take a request: it answers by
+itself, with the record's name, and counts the request among those that came too late."""
 
 MAX_LOST = 3
 """The loss with this number is a request's result. Two engines may die one after the other of anything, and
@@ -208,7 +209,7 @@ class Attempt:
         self._asking: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(KEEPALIVE_S, self._tick)
-        self._expiry = None if wait_s is None else self._loop.call_later(wait_s + LATE_S, self._expire)
+        self._expiry = None if wait_s is None else asyncio.ensure_future(self._expire(wait_s))
 
     def __aiter__(self) -> "Attempt":
         return self
@@ -257,7 +258,10 @@ class Attempt:
         self._given_up = error
         self.cancel()
 
-    def _expire(self) -> None:
+    async def _expire(self, wait_s: float) -> None:
+        await asyncio.sleep(wait_s)
+        if not self._taken and await self._is_served():
+            await asyncio.sleep(LATE_S)
         if not self._taken:
             self._give_up(LateError())
 
@@ -277,16 +281,19 @@ class Attempt:
 
     async def _ask(self) -> None:
         """Give up if an engine is there that could have taken the request."""
-        try:
-            served = await self._served()
-        except Exception as error:
-            # Its controller starts again, or is busy: it is asked again soon.
-            logger.warning("Ray Serve doesn't tell whether an engine is there: %r", error)
-            served = False
+        served = await self._is_served()
         self._asking, self._missed = None, 0
         # An engine may have taken it meanwhile.
         if served and not self._taken:
             self._give_up(EngineUnreachedError())
+
+    async def _is_served(self) -> bool:
+        try:
+            return await self._served()
+        except Exception as error:
+            # Its controller starts again, or is busy: it is asked again soon.
+            logger.warning("Ray Serve doesn't tell whether an engine is there: %r", error)
+            return False
 
 
 class Engines:

@@ -15,13 +15,25 @@ FLOOD = 150
 """Requests of 50 records each: a hundred of them fill the queue of 5,000."""
 
 
+AGAIN_S = 2.0
+"""Seconds after which a request of the flood is sent again, so that the place of an answer is taken."""
+
+
 async def test_a_full_queue(service: Service, http: httpx.Client) -> None:
     wait_until_idle(http)
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=service.url, timeout=ANSWER_S, limits=limits) as client:
-        flood = [asyncio.ensure_future(client.post("/v1/completions", json=ENDLESS)) for _ in range(FLOOD)]
-        refused, _ = await asyncio.wait(flood, return_when=asyncio.FIRST_COMPLETED)
-        answers = [task.result() for task in refused]
+        answers: list[httpx.Response] = []
+        answered = asyncio.Event()
+
+        async def keep_full() -> None:
+            while True:
+                answers.append(await client.post("/v1/completions", json=ENDLESS))
+                answered.set()
+                await asyncio.sleep(AGAIN_S)
+
+        flood = [asyncio.ensure_future(keep_full()) for _ in range(FLOOD)]
+        await answered.wait()
         assert {answer.status_code for answer in answers} == {429}, answers[0].text
         # Tenants that were active a moment ago have a share of the queue too.
         assert 4000 <= (await asyncio.to_thread(batcher, http))["queue_depth"] <= 5000
