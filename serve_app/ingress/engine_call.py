@@ -1,4 +1,4 @@
-"""One call of an engine: what asks, tries again, goes on with a stream, and ends the engine's work.
+"""One call of an engine, with its further tries, the resumption of its stream, and its end.
 
 Before anything was sent, another engine gets the same request; in the middle of a stream, a request for what
 follows (`resume.py`). A request that loses `MAX_LOST` engines may be the cause, and is not sent on.

@@ -1,4 +1,4 @@
-"""What stands between the HTTP server and Ray Serve: a filter of headers, and answers for old clients.
+"""Middleware between the HTTP server and Ray Serve: a filter of headers, and answers for old clients.
 
 Ray Serve reads some headers by itself, before the Ingress sees the request, and trusts them: the id goes into
 the access log and to the engine as it is, and a value that is not UTF-8 ends as a 500. The variable

@@ -21,7 +21,7 @@ SILENT_S = 2.5
 
 
 class Entry(Struct, frozen=True):
-    """What an engine says of itself. Times are of the machine's monotonic clock, in seconds.
+    """State and work of an engine. Times are of the machine's monotonic clock, in seconds.
 
     Attributes:
         group: Its group.
@@ -82,7 +82,7 @@ class Entry(Struct, frozen=True):
 
 
 class Order(NamedTuple):
-    """What an engine does next.
+    """The next act of an engine.
 
     Attributes:
         entry: Its entry, with the state from now on.

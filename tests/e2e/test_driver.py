@@ -39,7 +39,7 @@ def right(done: list[JSON], count: int = FEW) -> float:
 
 @pytest.fixture(scope="module")
 def over_http(service: Service, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """What the command printed for a few questions over HTTP, and the file of results."""
+    """The output of the command for a few questions over HTTP, and the file of results."""
     out = tmp_path_factory.mktemp("http") / "out.jsonl"
     where = ["--url", service.url, "--model", "demo"]
     return drive(service, QUESTIONS_FILE, out, "--limit", FEW, *where), out

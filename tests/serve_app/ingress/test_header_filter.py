@@ -1,4 +1,4 @@
-"""What stands in front of Ray Serve: headers that are taken off, and streams for clients of HTTP/1.0."""
+"""Middleware in front of Ray Serve: headers are taken off, and clients of HTTP/1.0 get streams."""
 
 import asyncio
 import os
