@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from serve_app.api.errors import RequestError
-from serve_app.api.facts import inspect
+from serve_app.api.facts import read
 from serve_app.api.routes import GENERATE, MOVED
 from serve_app.api.scheduling import Scheduling
 from serve_app.engine.deployment import Engine
@@ -135,7 +135,7 @@ class Run:
         """Send a request; note a fault of the service."""
         text = json.dumps(bounded(self._usual[path] | fields)).encode(errors="surrogatepass")
         try:
-            facts = inspect(text, path, LIMITS)
+            facts, text = read(text, path, LIMITS)
         except RequestError as error:
             # The Ingress refuses it. An Engine may not rely on that: an older Ingress may know no such rule.
             self._count(error.status)
@@ -158,7 +158,7 @@ class Run:
         """Return the answer to a prompt."""
         body = {"model": "demo", "prompt": prompt, "max_tokens": 8, "temperature": 0}
         text = json.dumps(body).encode()
-        facts = inspect(text, "/v1/completions", LIMITS)
+        facts, text = read(text, "/v1/completions", LIMITS)
         scheduling = Scheduling(priority)
         request = RelayRequest("POST", "/v1/completions", b"", HEADERS, text, scheduling, facts=facts)
         status, answered = await answer(self._engine, request)
