@@ -1,4 +1,4 @@
-"""Databases that keep the state of the quotas: texts by key, in SQLite, PostgreSQL or Redis.
+"""Databases that keep the state of the quotas: texts by key, in SQLite or PostgreSQL.
 
 One process at a time owns the state. A process that loads the state takes it over, and the earlier process
 can no longer save: after a lost connection to a node, two processes may run for a while.
@@ -131,65 +131,6 @@ class SQLState:
         return QuotaStateError(f"{self.place}: {getattr(error, 'orig', None) or error}")
 
 
-class RedisState:
-    """A hash of Redis. A save is as durable as the server's settings make it (`appendfsync`).
-
-    Args:
-        url: URL of the server.
-        client: Its client; None: a client of the package `redis`.
-    """
-
-    HASH = "saturate:quotas"
-
-    SAVE = """
-        if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then return 0 end
-        local kept = tonumber(ARGV[2])
-        for i = 3, 2 + 2 * kept, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
-        for i = 3 + 2 * kept, #ARGV do redis.call('HDEL', KEYS[1], ARGV[i]) end
-        return 1
-    """
-    """Applies all changes, or none if another process has taken over. Redis runs a script atomically."""
-
-    def __init__(self, url: str, client: Any = None) -> None:
-        try:
-            import redis
-        except ImportError:
-            raise QuotaStateError(f"usage.quotas.database needs {extra('redis')}") from None
-        parts = urlsplit(url)
-        self.place = f"redis://{parts.hostname or ''}:{parts.port or 6379}{parts.path}"
-        self._error: type[Exception] = redis.RedisError
-        self._redis: Any = client or redis.Redis.from_url(
-            url, decode_responses=True, socket_timeout=CONNECT_S, socket_connect_timeout=CONNECT_S
-        )
-        self._epoch = ""
-
-    def load(self) -> dict[str, str]:
-        """Return all texts, and take over."""
-        try:
-            # The number comes first: from then on no other process can change the texts that are read here.
-            self._epoch = str(self._redis.hincrby(self.HASH, EPOCH, 1))
-            state: dict[str, str] = dict(self._redis.hgetall(self.HASH))
-        except self._error as error:
-            raise QuotaStateError(f"{self.place}: {error}") from error
-        state.pop(EPOCH, None)
-        return state
-
-    def save(self, changes: Mapping[str, str | None]) -> None:
-        """Set or delete texts."""
-        kept = [part for key, value in changes.items() if value is not None for part in (key, value)]
-        dropped = [key for key, value in changes.items() if value is None]
-        try:
-            done = self._redis.eval(self.SAVE, 1, self.HASH, self._epoch, len(kept) // 2, *kept, *dropped)
-        except self._error as error:
-            raise QuotaStateError(f"{self.place}: {error}") from error
-        if not done:
-            raise TakenOverError(f"{self.place}: another process keeps these quotas now")
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._redis.close()
-
-
 def _epoch(place: str, text: str | int) -> int:
     try:
         return int(text)
@@ -206,7 +147,7 @@ def open_state(folder: Path | None, url: str | None) -> State:
     if url is None:
         assert folder is not None
         return _sqlite(folder)
-    return RedisState(url) if url.startswith("redis") else _postgres(url)
+    return _postgres(url)
 
 
 def _sqlite(folder: Path) -> SQLState:

@@ -76,10 +76,9 @@ class Quota(Strict):
 
 
 def _state_url(url: str) -> str:
-    if not re.fullmatch(r"(postgres(ql)?|rediss?)://\S+", url):
+    if not re.fullmatch(r"postgres(ql)?://\S+", url):
         raise ValueError(
-            "must be a URL such as postgresql://USER@HOST/DATABASE or redis://HOST:6379/0; leave it out for "
-            "SQLite in the folder"
+            "must be a URL such as postgresql://USER@HOST/DATABASE; leave it out for SQLite in the folder"
         )
     return url
 
@@ -105,8 +104,8 @@ class QuotasSettings(Strict):
     database: Annotated[str, AfterValidator(_state_url)] | None = Field(
         default=None,
         description=(
-            "URL of a PostgreSQL or Redis database for the state; by default the database of the batches, or "
-            "SQLite in the folder."
+            "URL of a PostgreSQL database for the state; by default the database of the batches, or SQLite "
+            "in the folder."
         ),
     )
     database_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = Field(

@@ -81,7 +81,7 @@ def test_an_image_has_every_extra_that_errors_and_pages_name(target: str) -> Non
     named = set(re.findall(r"\bextra\('(\w+)'\)", code))
     for names in re.findall(r"\.\[([\w,]+)\]|saturate\[([\w,]+)\]", text):
         named |= set(",".join(filter(None, names)).split(","))
-    assert {"driver", "hf", "postgres", "redis", "storage", "usage"} <= named
+    assert {"driver", "hf", "postgres", "storage", "usage"} <= named
     # The builds of vLLM are the difference of the images; the weights of an example are no part of an image.
     assert named - {"all", "cpu", "gpu", "embeddings"} <= _extras(target)
 

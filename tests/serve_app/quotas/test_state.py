@@ -1,17 +1,14 @@
 """Databases of the state: what was saved is there, all or nothing, and one process at a time saves."""
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import fakeredis
 import pytest
 from sqlalchemy import text
 
 from serve_app.ledger.disk import LocalDisk
 from serve_app.quotas.state import (
     QuotaStateError,
-    RedisState,
     SQLState,
     State,
     TakenOverError,
@@ -27,18 +24,13 @@ def server() -> Iterator[Server]:
     server.stop()
 
 
-@pytest.fixture(params=["SQLite", "PostgreSQL", "Redis"])
+@pytest.fixture(params=["SQLite", "PostgreSQL"])
 def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], State]:
     """Opens the same database."""
     if request.param == "SQLite":
         return lambda: open_state(tmp_path / "new", None)
-    if request.param == "PostgreSQL":
-        url = request.getfixturevalue("server").database()
-        return lambda: open_state(None, url)
-    server = fakeredis.FakeServer()
-    url = "redis://user:secret@host:6379/0"
-    # A server in memory, which runs the script.
-    return lambda: RedisState(url, fakeredis.FakeRedis(server=server, decode_responses=True))
+    url = request.getfixturevalue("server").database()
+    return lambda: open_state(None, url)
 
 
 def test_what_was_saved_is_loaded(opened: Callable[[], State]) -> None:
@@ -80,13 +72,6 @@ def test_a_database_that_cannot_be_used_says_so(tmp_path: Path) -> None:
         open_state(None, f"postgresql://postgres@/x?host={tmp_path}").load()
 
 
-def test_redis_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "redis", None)
-    with pytest.raises(QuotaStateError, match=r"saturate\[redis\]"):
-        open_state(None, "redis://host:6379/0")
-
-
-@pytest.mark.parametrize("opened", ["SQLite", "PostgreSQL"], indirect=True)
 def test_a_state_that_was_emptied_is_not_the_process_s_any_more(opened: Callable[[], State]) -> None:
     state = opened()
     state.load()

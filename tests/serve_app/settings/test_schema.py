@@ -122,7 +122,7 @@ def mistakes(args: Any) -> list[str]:
         ("telemetry.tenants", [0, 1_000]),
         ("telemetry.traces.endpoint", ["http://c:4318/v1/traces", "https://c"]),
         ("telemetry.traces.sample_ratio", [0, 1]),
-        ("usage.quotas.database", ["redis://x:1/0", "rediss://x", "postgresql://x/y"]),
+        ("usage.quotas.database", ["postgres://x", "postgresql://x/y"]),
         ("usage.prices.demo.input", [0]),
         ("usage.prices.demo.batch_discount", [0, 1]),
         ("ingress.max_bytes_in_flight", [2000]),
@@ -247,7 +247,7 @@ def wrong_values() -> Iterator[tuple[str, str, list[Any]]]:
         ("usage.prices.demo.input", "", [-1.0, math.inf]),
         ("usage.prices.demo.batch_discount", "", [50.0, -0.1]),
         ("usage.quotas.file", "must be an absolute path", ["quotas.yaml"]),
-        ("usage.quotas.database", NO_DATABASE, ["mysql://x"]),
+        ("usage.quotas.database", NO_DATABASE, ["mysql://x", "redis://x:1/0"]),
         ("usage.quotas.when_away", "", ["wait"]),
         ("share_groups.night.sleep_level", "", [3]),
     )
@@ -325,7 +325,7 @@ def test_a_wrong_value_is_refused_with_its_path_and_itself(path: str, words: str
         ),
         ({"batches.max_batches": 9}, ".batches: max_open_batches: must be at most max_batches, which is 9"),
         (
-            {"usage.quotas.database": "redis://x", "usage.quotas.database_env": "X"},
+            {"usage.quotas.database": "postgresql://x", "usage.quotas.database_env": "X"},
             ".usage.quotas: give one of folder, database and database_env",
         ),
         ({"share_groups.other": {}}, ": share_groups.other: no model has share: other"),
