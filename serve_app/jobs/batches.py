@@ -12,7 +12,7 @@ from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import TIER_PRIORITY, Scheduling
 from serve_app.jobs.content import Contents
-from serve_app.jobs.errors import ContentLostError, DatabaseError, NotFoundError, RunError, StateError
+from serve_app.jobs.errors import ContentLostError, NotFoundError, RunError, StateError
 from serve_app.jobs.forecast import LATEST_S, DayProfile, Outlook, Queue, RowDemand, Verdict, in_order
 from serve_app.jobs.intake import UNKNOWN_MODEL, batch_error, sketch, validate
 from serve_app.jobs.key_rules import KeyRules
@@ -24,6 +24,7 @@ from serve_app.jobs.runner import Runner, finished
 from serve_app.jobs.scheduler import BatchRun
 from serve_app.jobs.storage import close, give_up, record, remove_expired
 from serve_app.jobs.store import Store
+from serve_app.system.database import DatabaseError
 from serve_app.system.waiting import wait_for_event
 
 logger = logging.getLogger("ray.serve")

@@ -5,18 +5,6 @@ class StoreError(Exception):
     """The folder can't be used as it is; the message says what to change."""
 
 
-class HeldError(StoreError):
-    """Another process has the folder open."""
-
-
-class DatabaseError(Exception):
-    """The database fails or can't be reached; a commit in progress may or may not have taken place."""
-
-
-class FencedError(Exception):
-    """Another process has taken over the batches: nothing was written, and this process must stop writing."""
-
-
 class NotFoundError(Exception):
     """A tenant has no such file or batch."""
 

@@ -26,9 +26,10 @@ from serve_app.api.facts import ENDS, prefix_of
 from serve_app.api.protocol import JSON
 from serve_app.ingress.body import BOM
 from serve_app.jobs.content import Contents, Input
-from serve_app.jobs.errors import ContentLostError, FencedError
+from serve_app.jobs.errors import ContentLostError
 from serve_app.jobs.models import Batch
 from serve_app.jobs.rows import Row
+from serve_app.system.database import FencedError
 
 if TYPE_CHECKING:
     # A dataset has plans but no database.

@@ -25,15 +25,7 @@ from serve_app.api.protocol import JSON, parse_body
 from serve_app.api.scheduling import Scheduling, SchedulingFields, scheduling_of
 from serve_app.ingress.body import small_body
 from serve_app.jobs.content import Contents
-from serve_app.jobs.errors import (
-    ContentLostError,
-    DatabaseError,
-    FencedError,
-    InUseError,
-    NotFoundError,
-    StateError,
-    TooManyError,
-)
+from serve_app.jobs.errors import ContentLostError, InUseError, NotFoundError, StateError, TooManyError
 from serve_app.jobs.forecast import REFUSED, Outlook
 from serve_app.jobs.intake import ENDPOINTS, FileUpload, PendingUploads, bad_request, receive
 from serve_app.jobs.models import (
@@ -49,6 +41,7 @@ from serve_app.jobs.pacing import Clock
 from serve_app.jobs.storage import add_file, delete_contents
 from serve_app.jobs.store import Store
 from serve_app.settings.batches import DAY_S, BatchesSettings
+from serve_app.system.database import DatabaseError, FencedError
 
 logger = logging.getLogger("ray.serve")
 

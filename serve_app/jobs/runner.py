@@ -10,11 +10,12 @@ from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
 from serve_app.client import Backoff
-from serve_app.jobs.errors import DatabaseError, RunError
+from serve_app.jobs.errors import RunError
 from serve_app.jobs.pacing import BINDING, Auto, Concurrency, Rate
 from serve_app.jobs.rows import Result, Row, RowClient
 from serve_app.jobs.scheduler import BatchRun, Places
 from serve_app.jobs.sender import Sender
+from serve_app.system.database import DatabaseError
 
 logger = logging.getLogger("ray.serve")
 

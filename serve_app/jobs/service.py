@@ -19,8 +19,7 @@ from serve_app.auth.key_store import KeyStore
 from serve_app.engine.answer import Answer
 from serve_app.jobs.batches import BatchRunner
 from serve_app.jobs.content import Content, Contents, DiskContent
-from serve_app.jobs.db import Database, Postgres
-from serve_app.jobs.errors import DatabaseError, FencedError, HeldError, StoreError
+from serve_app.jobs.errors import StoreError
 from serve_app.jobs.key_rules import KeyRules
 from serve_app.jobs.models import OPEN
 from serve_app.jobs.pacing import Auto
@@ -31,6 +30,7 @@ from serve_app.jobs.store import Store
 from serve_app.jobs.upload import Uploads
 from serve_app.settings.batches import BatchesSettings
 from serve_app.stats import BatchesStats, RowCounts
+from serve_app.system.database import DatabaseError, FencedError
 from serve_app.telemetry import catalogue
 from serve_app.telemetry.faults import FaultCount
 from serve_app.telemetry.meters import Meters
@@ -96,8 +96,8 @@ class BatchesMetrics:
             await asyncio.sleep(INTERVAL_S)
 
 
-HELD_S = 60.0
-"""Seconds to wait for a process that has the folder open, such as a replica that is being replaced."""
+DOWN_S = 60.0
+"""Seconds to wait at a start for a database that is down."""
 
 POLL_S = 0.2
 
@@ -165,7 +165,7 @@ class BatchService:
         client: BatchClient,
         models: Collection[str],
         keys: KeyStore | None = None,
-        held_s: float = HELD_S,
+        down_s: float = DOWN_S,
     ) -> "BatchService":
         """Open the folder, and resume the batches in it.
 
@@ -174,14 +174,16 @@ class BatchService:
             client: The engines.
             models: Ids of the served models.
             keys: The API keys; None: the service has no keys.
-            held_s: Seconds to wait while another process has the folder open.
+            down_s: Seconds to wait for a database that is down.
 
         Raises:
             StoreError: The folder can't be used.
             OSError: The folder can't be created, read or written.
-            DatabaseError: The database still fails after `held_s`, or fails for good.
+            UnusableError: The database can't be used as it is.
+            DatabaseError: The database still fails after `down_s`, or fails for good.
         """
-        store = await _open_store(_place(settings), held_s)
+        place = _place(settings)
+        store = await _open_store(lambda: Store(place), down_s)
         try:
             content = await asyncio.to_thread(_open_content, settings, store.epoch)
             await asyncio.to_thread(_delete_noted, store, content)
@@ -282,31 +284,28 @@ def _open_content(settings: BatchesSettings, epoch: int) -> Contents:
     return Content(folder, epoch, Objects(settings.content))
 
 
-def _place(settings: BatchesSettings) -> Callable[[], Path | Database]:
-    """Return a function that opens the folder or the database of the state.
+def _place(settings: BatchesSettings) -> Path | str:
+    """Return the folder or the URL of the database of the state.
 
     Raises:
-        StoreError: The variable with the database's URL isn't set; when the function is called: a package is
-            missing.
+        StoreError: The variable with the database's URL isn't set.
     """
     url = settings.database
     if settings.database_env is not None and not (url := os.environ.get(settings.database_env)):
         raise StoreError(
             f"batches.database_env: the environment of the replica has no variable {settings.database_env}"
         )
-    if url is None:
-        return lambda: _folder(settings)
-    return lambda: Postgres(url)
+    return _folder(settings) if url is None else url
 
 
-async def _open_store(place: Callable[[], Path | Database], held_s: float) -> Store:
+async def _open_store(store: Callable[[], Store], down_s: float) -> Store:
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + held_s
+    deadline = loop.time() + down_s
     told = ""
     while True:
         try:
-            return await asyncio.to_thread(lambda: Store(place()))
-        except (HeldError, DatabaseError) as error:
+            return await asyncio.to_thread(store)
+        except DatabaseError as error:
             # The upper bits of SQLite's error codes only distinguish variants of an error.
             if loop.time() > deadline or getattr(error.__cause__, "sqlite_errorcode", 0) & 0xFF in BROKEN:
                 raise

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from serve_app.jobs.content import Contents, Draft
-from serve_app.jobs.errors import ContentLostError, DatabaseError, FencedError, NotFoundError, TooManyError
+from serve_app.jobs.errors import ContentLostError, NotFoundError, TooManyError
 from serve_app.jobs.intake import batch_error
 from serve_app.jobs.models import Batch, Counts, File, State
 from serve_app.jobs.plan import plan_id, unsent
 from serve_app.jobs.rows import CANCELLED, EXPIRED, Result, together, unrun
 from serve_app.jobs.store import Store
 from serve_app.settings.batches import BatchesSettings
+from serve_app.system.database import DatabaseError, FencedError
 
 
 def add_file(store: Store, content: Contents, draft: Draft, file: File, limits: BatchesSettings) -> None:

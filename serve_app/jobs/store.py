@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -13,10 +13,12 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from serve_app.api.protocol import JSON
 from serve_app.jobs.content import FOLDER
-from serve_app.jobs.db import BATCHES, CAPACITY, FILES, FINISHED, OWNER, WITHOUT_FILE, Database, SQLite
-from serve_app.jobs.errors import FencedError, InUseError, NotFoundError, StateError, StoreError, TooManyError
+from serve_app.jobs.db import BATCHES, CAPACITY, FILES, FINISHED, METADATA, VERSION, WITHOUT_FILE
+from serve_app.jobs.errors import InUseError, NotFoundError, StateError, StoreError, TooManyError
+from serve_app.jobs.failpoints import reach
 from serve_app.jobs.forecast import Hour
 from serve_app.jobs.models import ENDED, OPEN, TRANSITIONS, Batch, Counts, File, Page, State, Summary
+from serve_app.system.database import open_database
 
 T = TypeVar("T")
 
@@ -32,18 +34,6 @@ NOT_IN_USE = sa.and_(
     *(FILES.c.id.not_in(sa.select(BATCHES.c[name]).where(IS_OPEN)) for name in ("input_file", "output_file"))
 )
 """Files that no open batch uses."""
-
-EPOCH = sa.select(OWNER.c.epoch)
-EPOCH_KEPT = EPOCH.with_for_update(read=True)
-"""The epoch, which no other process changes until the end of the transaction."""
-
-TAKE_OVER = (
-    sa.update(OWNER)
-    .values(
-        epoch=sa.case((OWNER.c.epoch < sa.bindparam("now"), sa.bindparam("now")), else_=OWNER.c.epoch + 1)
-    )
-    .returning(OWNER.c.epoch)
-)
 
 BATCH = sa.select(BATCHES).where(BATCHES.c.id == sa.bindparam("b_id"))
 OPEN_BATCHES = sa.select(BATCHES).where(IS_OPEN).order_by(BATCHES.c.number)
@@ -77,38 +67,33 @@ RESULTS = (
 class Store:
     """Files and batches of all tenants. Its methods may be called in any thread.
 
-    A store owns the batches from its opening until another store opens the same database. The lock of the
-    database keeps two stores apart, but a lock can get lost: a lock of PostgreSQL with its connection, a lock
-    of a file on a network file system. So each store takes an epoch that is higher than all epochs before,
-    and each change checks in its own transaction that no higher epoch was taken. A store with an older epoch
-    changes nothing more: its changes, and `open_batches`, raise a FencedError.
+    A store owns the batches from its opening until another store opens the same database. From then on its
+    changes, and `open_batches`, raise a FencedError.
 
     Args:
-        where: The database; a folder: SQLite in it.
+        where: A folder, for SQLite in it; or the URL of a database in PostgreSQL.
         clock: Seconds since the Unix epoch.
 
     Attributes:
         epoch: The number of this ownership.
 
     Raises:
-        HeldError: Another process has the database open.
-        StoreError: The database belongs to another version, or is new beside existing contents.
+        StoreError: The database is new beside existing contents.
+        UnusableError: The database can't be used as it is.
+        OSError: The folder or the file can't be made.
         DatabaseError: The database fails.
     """
 
-    def __init__(self, where: Path | Database, clock: Callable[[], float] = time.time) -> None:
-        self._database = SQLite(where) if isinstance(where, Path) else where
-        try:
-            if isinstance(where, Path) and not self._database.version() and any((where / FOLDER).glob("*")):
+    def __init__(self, where: Path | str, clock: Callable[[], float] = time.time) -> None:
+        if isinstance(where, Path):
+            contents, where = where / FOLDER, where / "batches.db"
+            if not (where.exists() and where.stat().st_size) and any(contents.glob("*")):
                 raise StoreError(
-                    f"{self._database.place}: it is missing or empty, and {where / FOLDER} has files; "
-                    "restore it from a backup, or move the folder away to begin anew"
+                    f"{where}: it is missing or empty, and {contents} has files; restore it from a backup, "
+                    "or move the folder away to begin anew"
                 )
-            self._database.prepare()
-            self.epoch = self._take_over(int(clock()))
-        except BaseException:
-            self.close()
-            raise
+        self._database = open_database(where, "batches", METADATA, VERSION, clock=clock, reach=reach)
+        self.epoch = self._database.epoch
 
     def close(self) -> None:
         """Close the database."""
@@ -116,7 +101,7 @@ class Store:
 
     def check_owner(self) -> None:
         """Raise a FencedError if another process has taken over the batches."""
-        self._check_epoch(self._database.rows(EPOCH))
+        self._database.check_owner()
 
     def add_file(self, file: File, max_bytes: int | None = None, max_files: int | None = None) -> None:
         """Add a file whose content is on the disk.
@@ -415,8 +400,7 @@ class Store:
         Raises:
             NotFoundError: There is no batch of this id.
         """
-        with self._database.transaction() as db:
-            self._check_epoch(db.execute(EPOCH).mappings().all())
+        with self._transaction() as db:
             return _batch(db, id)
 
     def finish(self, batch: Batch, lines: Sequence[int], counts: Counts) -> None:
@@ -455,29 +439,8 @@ class Store:
             found |= {row["line"] for row in self._database.rows(query)}
         return found
 
-    def _take_over(self, now: int) -> int:
-        """Become the owner, and return the epoch.
-
-        Epochs start from the current time: a database that was restored from a backup doesn't repeat the
-        epochs that it has forgotten, since contents of these epochs may exist.
-        """
-        with self._database.transaction() as db:
-            return int(db.execute(TAKE_OVER, {"now": now}).scalar_one())
-
-    @contextmanager
-    def _transaction(self) -> Iterator[Connection]:
-        """Return the context of a change; another store that opens the database waits for its end."""
-        with self._database.transaction() as db:
-            self._check_epoch(db.execute(EPOCH_KEPT).mappings().all())
-            yield db
-
-    def _check_epoch(self, owner: Sequence[RowMapping]) -> None:
-        (row,) = owner
-        if row["epoch"] != self.epoch:
-            raise FencedError(
-                f"{self._database.place}: another process has taken over these batches (its epoch is "
-                f"{row['epoch']}, the epoch of this process {self.epoch}); this process writes nothing more"
-            )
+    def _transaction(self) -> AbstractContextManager[Connection]:
+        return self._database.transaction()
 
     def _page(
         self,

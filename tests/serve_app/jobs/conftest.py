@@ -1,36 +1,21 @@
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import openai
 import pytest
 
 from serve_app.jobs import failpoints
-from serve_app.jobs.db import Database, SQLite
 from tests.progress import STILL_S
-from tests.serve_app.jobs.server import Server, start
+from tests.serve_app.jobs.server import Server
 from tests.serve_app.jobs.site import Site
 
-Place = Callable[[], Path | Database]
-
-
-def database_at(place: Place) -> Database:
-    """Return the database of a place."""
-    where = place()
-    return SQLite(where) if isinstance(where, Path) else where
-
-
-@pytest.fixture(scope="session")
-def postgres() -> Iterator[Server]:
-    """A PostgreSQL server; the test is skipped where there is none."""
-    server = start()
-    yield server
-    server.stop()
+Place = Callable[[], Path | str]
 
 
 @pytest.fixture(params=["SQLite", "PostgreSQL"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    """Opens the place of a store."""
+    """Returns the place of a store."""
     if request.param == "SQLite":
         return lambda: tmp_path
     found: Place = request.getfixturevalue("postgres_place")
@@ -39,15 +24,9 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
 
 @pytest.fixture
 def postgres_place(postgres: Server) -> Place:
-    """Opens a database in PostgreSQL."""
+    """Returns the URL of a database in PostgreSQL."""
     url = postgres.database()
-
-    def connect() -> Database:
-        from serve_app.jobs.db import Postgres
-
-        return Postgres(url)
-
-    return connect
+    return lambda: url
 
 
 @pytest.fixture

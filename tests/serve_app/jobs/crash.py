@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from serve_app.jobs import failpoints
-from serve_app.jobs.errors import DatabaseError
+from serve_app.system.database import DatabaseError
 from tests.fakes.disk import KilledError
 
 FAULTS: dict[str, Callable[[], Exception]] = {

@@ -11,7 +11,6 @@ from pydantic_core import to_json
 from serve_app.api.protocol import JSON
 from serve_app.jobs import failpoints
 from serve_app.jobs.content import Content, Contents, DiskContent
-from serve_app.jobs.db import SQLite
 from serve_app.jobs.models import Batch, File
 from serve_app.jobs.storage import add_file
 from serve_app.jobs.store import Store
@@ -135,17 +134,12 @@ def ids_of_parts(content: Content[Path]) -> set[str]:
     return {path.name for path in (content.path("any").parent.parent / "parts").iterdir()}
 
 
-def lose_lock(database: Any) -> None:
-    """Take the lock of an open database away, so that another process may open the same one."""
-    if isinstance(database, SQLite):
-        # As a network file system does.
-        database._held.close()
-        return
+def lose_connections(url: str) -> None:
+    """Break all connections to a database in PostgreSQL, as a server does that takes a machine for dead."""
     import psycopg
 
-    # As a server does that takes the connection which has the lock for a dead one.
-    with psycopg.connect(database._url, autocommit=True) as connection:
+    with psycopg.connect(url, autocommit=True) as connection:
         connection.execute(
-            "SELECT pg_terminate_backend(pid, 5000) FROM pg_locks JOIN pg_database ON oid = database "
-            "WHERE locktype = 'advisory' AND datname = current_database()"
+            "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity "
+            "WHERE datname = current_database() AND pid <> pg_backend_pid()"
         )

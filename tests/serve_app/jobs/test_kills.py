@@ -4,10 +4,9 @@ import asyncio
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -19,13 +18,13 @@ from serve_app.api.protocol import JSON
 from serve_app.client import Backoff
 from serve_app.jobs.batches import BatchRunner
 from serve_app.jobs.content import Content
-from serve_app.jobs.db import Database
-from serve_app.jobs.errors import DatabaseError, HeldError, StateError
+from serve_app.jobs.errors import StateError
 from serve_app.jobs.key_rules import KeyRules
 from serve_app.jobs.models import ENDED, Batch
 from serve_app.jobs.pacing import Fixed
 from serve_app.jobs.storage import delete_noted
 from serve_app.jobs.store import Store
+from serve_app.system.database import DatabaseError
 from tests.fakes.disk import KilledError
 from tests.progress import STILL_S
 from tests.serve_app.jobs.crash import FAULTS, Crash, inline
@@ -105,7 +104,7 @@ class Schedule:
         folder: Folder of the processes' folders.
         monkeypatch: Undoes the changes.
         faulty: Whether writes fail too.
-        database: Opens the database; None: SQLite in the folder, which is copied as the kill leaves it.
+        database: URL of the database; None: SQLite in the folder, which is copied as the kill leaves it.
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class Schedule:
         folder: Path,
         monkeypatch: pytest.MonkeyPatch,
         faulty: bool = False,
-        database: Callable[[], Database] | None = None,
+        database: str | None = None,
     ) -> None:
         self.random = Random(seed)
         self.plan = Plan(self.random)
@@ -185,7 +184,7 @@ class Schedule:
         while True:
             # As the service does when it starts.
             with suppress(DatabaseError):
-                return Store(self.folder if self._database is None else self._database())
+                return Store(self._database or self.folder)
 
     async def _work(self, store: Store, content: Content[Path], runner: BatchRunner) -> None:
         async with asyncio.TaskGroup() as group:
@@ -288,7 +287,7 @@ async def run_schedules(
     points: Counter[str] = Counter()
     failed: Counter[str] = Counter()
     for seed in seeds:
-        database = None if server is None else partial(connect, server.database())
+        database = None if server is None else server.database()
         schedule = Schedule(seed, folder / str(seed), monkeypatch, faulty, database)
         try:
             await schedule.run()
@@ -302,15 +301,6 @@ async def run_schedules(
     print(f"{points.total()} kills: {dict(points)}")
     print(f"{failed.total()} faults: {dict(failed)}")
     return points, failed
-
-
-def connect(url: str) -> Database:
-    """Open a PostgreSQL database as soon as the server has noticed that the process before is gone."""
-    from serve_app.jobs.db import Postgres
-
-    while True:
-        with suppress(HeldError):
-            return Postgres(url)
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from serve_app.jobs.errors import DatabaseError
 from serve_app.jobs.service import BatchService
 from serve_app.jobs.store import Store
 from serve_app.settings.batches import BatchesSettings
+from serve_app.system.database import DatabaseError
 from tests.progress import STILL_S
 from tests.serve_app.jobs import server
 from tests.serve_app.jobs.engine import Engine
@@ -31,9 +31,7 @@ def own() -> Iterator[Server]:
 
 
 def test_a_server_that_was_gone_is_used_again(own: Server) -> None:
-    from serve_app.jobs.db import Postgres
-
-    store = Store(Postgres(own.database()))
+    store = Store(own.database())
     store.add_file(file_of("in"))
     own.kill()
     for _ in range(2):
@@ -50,17 +48,13 @@ def test_a_server_that_was_gone_is_used_again(own: Server) -> None:
 
 
 def test_a_query_to_a_vanished_machine_fails_like_an_idle_connection(postgres: Server) -> None:
-    from serve_app.jobs.db import Postgres
-
-    database = Postgres(postgres.database())
-    assert database.version() == 0
-    for connection in (database._writer, database._reader):
-        assert connection is not None
+    store = Store(postgres.database())
+    with store._transaction() as connection:
         dbapi: Any = connection.connection.dbapi_connection
         found = dbapi.info.get_parameters()
-        idle, interval, count = (int(found[f"keepalives_{name}"]) for name in ("idle", "interval", "count"))
-        assert int(found["tcp_user_timeout"]) == 1000 * (idle + interval * count)
-    database.close()
+    idle, interval, count = (int(found[f"keepalives_{name}"]) for name in ("idle", "interval", "count"))
+    assert int(found["tcp_user_timeout"]) == 1000 * (idle + interval * count)
+    store.close()
 
 
 async def test_batches_outlast_the_server(own: Server, tmp_path: Path) -> None:

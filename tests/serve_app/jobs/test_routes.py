@@ -17,13 +17,12 @@ from serve_app.api.protocol import JSON
 from serve_app.auth.key_store import Caller
 from serve_app.auth.keys import Key, hash_key
 from serve_app.jobs import failpoints
-from serve_app.jobs.db import SQLite
-from serve_app.jobs.errors import DatabaseError
 from serve_app.jobs.intake import FORM_BYTES
 from serve_app.jobs.models import ENDED, STATES, Batch, Page, State, batch_object, file_object, list_object
 from serve_app.jobs.routes import BatchAPI
 from serve_app.jobs.store import Store
 from serve_app.settings.batches import DAY_S
+from serve_app.system.database import Database, DatabaseError
 from tests.progress import STILL_S
 from tests.serve_app.jobs.conftest import Place
 from tests.serve_app.jobs.helpers import (
@@ -356,8 +355,8 @@ async def test_a_database_that_is_gone_takes_no_uploads(
         raise DatabaseError("connection refused")
 
     with monkeypatch.context() as patch:
-        patch.setattr(SQLite, "rows", gone)
-        patch.setattr(SQLite, "transaction", gone)
+        patch.setattr(Database, "rows", gone)
+        patch.setattr(Database, "transaction", gone)
         for _ in range(3):
             with pytest.raises(openai.InternalServerError, match="disk or database fails"):
                 await upload(client, row("a"))

@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-import sqlite3
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,11 +14,12 @@ from pydantic_core import from_json, to_json
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.jobs import service as service_module
-from serve_app.jobs.db import VERSION
-from serve_app.jobs.errors import DatabaseError, HeldError, StoreError
+from serve_app.jobs.errors import StoreError
 from serve_app.jobs.forecast import DAY_S, Hour
 from serve_app.jobs.service import BatchesMetrics, BatchService
+from serve_app.jobs.store import Store
 from serve_app.settings.batches import BatchesSettings
+from serve_app.system.database import DatabaseError
 from serve_app.telemetry import catalogue
 from serve_app.telemetry.meters import Meters
 from serve_app.wire.frame import unpack
@@ -101,31 +101,19 @@ async def test_a_start_goes_on_where_a_content_can_not_be_deleted(
     store.close()
 
 
-async def test_a_folder_in_use_is_waited_for(tmp_path: Path) -> None:
-    store, _ = opened(tmp_path)
-    settings = BatchesSettings(folder=str(tmp_path))
-    with pytest.raises(HeldError, match="another process has these batches open"):
-        await BatchService.open(settings, Engine(), {"demo"}, held_s=0.0)
-    opening = asyncio.ensure_future(BatchService.open(settings, Engine(), {"demo"}))
-    await asyncio.sleep(0)
-    store.close()
-    async with asyncio.timeout(LIMIT_S):
-        await (await opening).close(1.0)
-
-
 async def test_a_database_that_is_down_is_waited_for_and_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(service_module, "POLL_S", 0.0)
     errors = ["refused", "refused", "starting up", "starting up", "starting up"]
 
-    def place() -> Path:
+    def store() -> Store:
         if errors:
             raise DatabaseError(errors.pop(0))
-        return tmp_path
+        return Store(tmp_path)
 
     async with asyncio.timeout(LIMIT_S):
-        (await service_module._open_store(place, 2 * LIMIT_S)).close()
+        (await service_module._open_store(store, 2 * LIMIT_S)).close()
     assert [(record.levelname, record.message) for record in caplog.records] == [
         ("WARNING", "batches: refused; waiting"),
         ("WARNING", "batches: starting up; waiting"),
@@ -136,17 +124,13 @@ async def test_a_database_that_can_never_work_is_not_waited_for(tmp_path: Path) 
     def no_database(path: Path) -> None:
         path.write_bytes(b"not a database, by far" * 100)
 
-    def without_tables(path: Path) -> None:
-        with sqlite3.connect(path) as db:
-            db.execute(f"PRAGMA user_version = {VERSION}")
-
     def torn(path: Path) -> None:
         opened(path.parent)[0].close()
         data = bytearray(path.read_bytes())
         data[100:200] = b"x" * 100
         path.write_bytes(data)
 
-    for make in (no_database, without_tables, torn):
+    for make in (no_database, torn):
         folder = tmp_path / make.__name__
         folder.mkdir()
         make(folder / "batches.db")

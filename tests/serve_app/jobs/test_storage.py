@@ -11,7 +11,7 @@ from pydantic_core import from_json
 from serve_app.jobs import failpoints
 from serve_app.jobs.content import Content, Contents
 from serve_app.jobs.db import FILES
-from serve_app.jobs.errors import ContentLostError, DatabaseError, TooManyError
+from serve_app.jobs.errors import ContentLostError, TooManyError
 from serve_app.jobs.models import Counts
 from serve_app.jobs.plan import unsent
 from serve_app.jobs.rows import Row, answered
@@ -24,6 +24,7 @@ from serve_app.jobs.storage import (
     record,
     remove_expired,
 )
+from serve_app.system.database import DatabaseError
 from tests.serve_app.jobs.helpers import (
     DAY_S,
     NOW,

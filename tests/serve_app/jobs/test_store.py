@@ -6,16 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.jobs.errors import (
-    DatabaseError,
-    InUseError,
-    NotFoundError,
-    StateError,
-    StoreError,
-    TooManyError,
-)
+from serve_app.jobs.errors import InUseError, NotFoundError, StateError, StoreError, TooManyError
 from serve_app.jobs.models import Counts
 from serve_app.jobs.store import Store
+from serve_app.system.database import DatabaseError
 from tests.serve_app.jobs.conftest import Place
 from tests.serve_app.jobs.helpers import DAY_S, NOW, batch_of, file_of
 
@@ -40,11 +34,6 @@ def test_files_and_batches_are_there_after_a_restart(store: Store, place: Place)
     assert again.file("anna", "in") == file_of("in")
     assert again.batch("b") == batch
     again.close()
-
-
-def test_one_process_has_a_store_open(store: Store, place: Place) -> None:
-    with pytest.raises(StoreError, match="another process"):
-        Store(place())
 
 
 def test_the_latest_weight_holds_for_the_open_batches_of_a_tenant(store: Store) -> None:

@@ -1,4 +1,4 @@
-"""A process that lost its lock, beside the one that has taken over the batches."""
+"""A process beside another process that has taken over its batches."""
 
 import asyncio
 import logging
@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.jobs.errors import DatabaseError, FencedError
 from serve_app.jobs.forecast import Hour
 from serve_app.jobs.models import Counts
 from serve_app.jobs.service import BatchService, _tell_end
 from serve_app.jobs.store import Store
 from serve_app.settings.batches import BatchesSettings
+from serve_app.system.database import FencedError
 from tests.progress import STILL_S
 from tests.serve_app.jobs.conftest import Place
 from tests.serve_app.jobs.engine import Engine
-from tests.serve_app.jobs.helpers import NOW, batch_of, file_of, lose_lock, opened
+from tests.serve_app.jobs.helpers import NOW, batch_of, file_of, lose_connections, opened
 
 CHANGES: dict[str, Callable[[Store], object]] = {
     "note_content": lambda store: store.note_content("x"),
@@ -38,23 +38,13 @@ CHANGES: dict[str, Callable[[Store], object]] = {
 
 
 def taken_over(place: Place) -> tuple[Store, Store]:
-    """Return a store with a file and a batch, which has lost its lock, and the one that has it now."""
+    """Return a store with a file and a batch, and the store that has taken them over."""
     first = Store(place())
     first.add_file(file_of("in"))
     first.add_file(file_of("free"))
     first.note_content("noted")
     first.add_batch(batch_of("b", "in"), 9)
-    lose_lock(first._database)
     return first, Store(place())
-
-
-def test_each_owner_has_a_higher_epoch(place: Place) -> None:
-    epochs = []
-    for now in (5.0, 9.5, 1.0, 1.0):
-        store = Store(place(), clock=lambda now=now: now)  # type: ignore[misc]
-        epochs.append(store.epoch)
-        store.close()
-    assert epochs == [5, 9, 10, 11]
 
 
 @pytest.mark.parametrize("call", CHANGES)
@@ -71,19 +61,16 @@ def test_a_store_that_was_taken_over_changes_nothing(call: str, tmp_path: Path) 
         store.close()
 
 
-def test_a_connection_that_was_replaced_is_told(postgres_place: Place) -> None:
+def test_an_owner_whose_connections_broke_is_told_that_it_was_taken_over(postgres_place: Place) -> None:
     first, second = taken_over(postgres_place)
-    # The lock is the other one's, and so is the batch.
-    with pytest.raises(DatabaseError):
-        first.move("b", "cancelling", NOW)
-    with pytest.raises(DatabaseError, match="another process"):
-        first.move("b", "cancelling", NOW)
-    with pytest.raises(FencedError):
-        first.open_batches()
-    second.close()
-    with pytest.raises(FencedError):
-        first.move("b", "cancelling", NOW)
-    first.close()
+    lose_connections(str(postgres_place()))
+    for _ in range(2):
+        with pytest.raises(FencedError):
+            first.move("b", "cancelling", NOW)
+        with pytest.raises(FencedError):
+            first.open_batches()
+    for store in (first, second):
+        store.close()
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
@@ -108,7 +95,6 @@ async def test_a_service_that_was_taken_over_stops(tmp_path: Path, caplog: pytes
     caplog.set_level(logging.ERROR, "ray.serve")
     service = await BatchService.open(BatchesSettings(folder=str(tmp_path)), Engine(), {"demo"})
     service.check()
-    lose_lock(service._store._database)
     store, _ = opened(tmp_path)
     service._runner.notice()
     async with asyncio.timeout(STILL_S):

@@ -1,7 +1,7 @@
 """Two processes own the batches at once: nothing is lost, and nothing is doubled.
 
-The first one is paused at a failpoint and loses its lock. The second one takes over, and runs to the end or
-is paused too while the first one goes on.
+The first one is paused at a failpoint, and loses its connections. The second one takes over, and runs to the
+end or is paused too while the first one goes on.
 """
 
 import asyncio
@@ -10,22 +10,20 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from serve_app.jobs import failpoints
 from serve_app.jobs.content import Content
-from serve_app.jobs.db import Database, SQLite
-from serve_app.jobs.errors import DatabaseError, FencedError, HeldError
 from serve_app.jobs.store import Store
+from serve_app.system.database import DatabaseError, FencedError
 from tests.progress import STILL_S
 from tests.serve_app.jobs.crash import inline
 from tests.serve_app.jobs.engine import Engine
-from tests.serve_app.jobs.helpers import lose_lock
+from tests.serve_app.jobs.helpers import lose_connections
 from tests.serve_app.jobs.server import Server
-from tests.serve_app.jobs.test_kills import Schedule, connect, disk
+from tests.serve_app.jobs.test_kills import Schedule, disk
 
 __all__ = ["disk"]
 
@@ -37,7 +35,7 @@ class TwoOwners(Schedule):
         seed: Source of all that happens.
         folder: Folder of the processes.
         monkeypatch: Undoes the changes.
-        database: Opens the database; None: SQLite in the folder.
+        database: URL of the database; None: SQLite in the folder.
         at: Number of the failpoint at which the first one is paused; None: any.
 
     Attributes:
@@ -51,7 +49,7 @@ class TwoOwners(Schedule):
         seed: int,
         folder: Path,
         monkeypatch: pytest.MonkeyPatch,
-        database: Callable[[], Database] | None = None,
+        database: str | None = None,
         at: int | None = None,
     ) -> None:
         super().__init__(seed, folder, monkeypatch, database=database)
@@ -62,7 +60,6 @@ class TwoOwners(Schedule):
         self._left_of_second = self.random.randint(1, 60) if self.random.random() < 0.6 else -1
         self._second_waits = False
         self._thread: threading.Thread | None = None
-        self._databases: list[Database] = []
         self._to_first, self._to_second = threading.Event(), threading.Event()
         self._errors: list[BaseException] = []
         self._engines = [self.engine]
@@ -75,9 +72,9 @@ class TwoOwners(Schedule):
             patch.setattr(failpoints, "hook", self._reach)
             try:
                 await self._live()
-            except* (FencedError, HeldError) as ended:
+            except* FencedError:
                 assert self.paused
-                self.fenced = ended.subgroup(FencedError) is not None
+                self.fenced = True
             self._second_waits = False
             self._to_second.set()
             if self._thread:
@@ -108,19 +105,17 @@ class TwoOwners(Schedule):
 
     def _open(self) -> Store:
         while True:
-            with suppress(DatabaseError, HeldError):
+            with suppress(DatabaseError):
                 if self._second_waits and self._life() == "first":
                     # It would wait for the end of the second one.
                     raise FencedError
-                database = SQLite(self.folder) if self._database is None else self._database()
-                self._databases.append(database)
-                return Store(database)
+                return Store(self._database or self.folder)
 
     def _life(self) -> str:
         return "second" if threading.current_thread() is self._thread else "first"
 
     def _ask_for(self, store: Store, content: Content[Path], name: str) -> None:
-        # The second one is paused with PostgreSQL's lock: this would be tried for ever.
+        # An owner that was taken over would try this for ever.
         store.open_batches()
         super()._ask_for(store, content, name)
 
@@ -144,7 +139,9 @@ class TwoOwners(Schedule):
         if self.runner:
             # Their answers may count no more, whatever becomes of them.
             self.again += self.runner.rows.in_flight
-        lose_lock(self._databases[-1])
+        if self._database:
+            # A transaction that is open keeps the second one waiting until the server ends it.
+            lose_connections(self._database)
         second = Engine(self.plan.status, self.random)
         second.final = self.engine.final
         self.engine = second
@@ -221,7 +218,7 @@ async def test_two_owners_of_one_database_in_postgresql(
     folder = disk / "both"
 
     def schedule(seed: int) -> TwoOwners:
-        return TwoOwners(seed, folder, monkeypatch, partial(connect, postgres.database()))
+        return TwoOwners(seed, folder, monkeypatch, postgres.database())
 
     points, fenced = await run_both(schedule, seeds, folder)
     assert points.total() > len(seeds) / 2
