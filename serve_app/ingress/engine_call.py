@@ -11,6 +11,7 @@ import logging
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -36,6 +37,7 @@ from serve_app.api.errors import (
 from serve_app.api.headers import request_id
 from serve_app.ingress.body import HeldBody, look
 from serve_app.ingress.context import context_of
+from serve_app.ingress.replica_choice import ReplicaCharge
 from serve_app.ingress.resume import ResumableStream, UnresumableError
 from serve_app.system import cancellation
 from serve_app.wire.frame import KEEP_ALIVE, KEEPALIVE_S, Head, Piece, error_event, unpack
@@ -362,6 +364,7 @@ class EngineCall:
         self._lost = 0
         self._engines: set[str] = set()
         self._attempt: Attempt | None = None
+        self._charge = ReplicaCharge()
 
     async def begin(self) -> tuple[Head, Piece]:
         """Return the head and the first piece of the first engine that can serve the request.
@@ -419,6 +422,7 @@ class EngineCall:
         """End the work of the engine that has the request, if it isn't done."""
         if self._attempt is not None:
             self._attempt.cancel()
+            self._charge.release()
 
     def log(self, event: str, error: Exception) -> None:
         """Log a failure: one of an engine or a limit in a line, any other one with its stack."""
@@ -437,7 +441,8 @@ class EngineCall:
                 await back_off(self._tried)
             async with self._alone if self._lost == MAX_LOST - 1 else nullcontext():
                 self._tried += 1
-                self._attempt = self._ask(request)
+                self._charge = ReplicaCharge(self._charge.met)
+                self._attempt = self._ask(replace(request, charge=self._charge))
                 try:
                     head, piece = await read()
                     if piece.usage is not None:

@@ -1,10 +1,11 @@
 """Choice of the replica for a request: by the prefixes that replicas hold, within a bound on their load."""
 
 import random
-import time
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any
 from zlib import crc32
 
 from serve_app.api.facts import LEAST_MATCH
@@ -26,9 +27,6 @@ CROWD = 4
 
 AHEAD = 0.125
 """Share of the slack by which the first replica for a new prefix may be ahead of the second."""
-
-UNTAKEN_S = 60.0
-"""Seconds after which a call that no replica has taken is given up: its caller may have left in between."""
 
 MAX_CHUNKS = 262_144
 """Most hashes of all replicas together: about 64 MB."""
@@ -63,128 +61,85 @@ class ReplicaState:
 
 
 @dataclass(slots=True, eq=False)
-class Charge:
-    """The tokens of one call on one replica.
+class ReplicaLoad:
+    """The load of one replica.
+
+    This caller's tokens and the reported tokens are not added: a report is seconds old, and callers that
+    follow it all send to the replica that was the least loaded then.
 
     Attributes:
-        call: The id of the call; calls of one HTTP request share it.
-        replica: The replica.
-        tokens: The tokens.
-        at: When the replica was chosen.
-        chunk: The last hash of its prompt that was known already; None: there was none.
-        taken: The replica has taken the call, or the call has ended.
+        tokens: Tokens of this caller's calls on the replica.
+        reported: Its tokens of all callers, a few seconds ago.
+        sharing: Calls of this caller by the last hash that the prompt shares with earlier prompts.
     """
 
-    call: str
-    replica: str
-    tokens: int
-    at: float
-    chunk: int | None = None
-    taken: bool = False
+    tokens: int = 0
+    reported: int = 0
+    sharing: Counter[int] = field(default_factory=Counter)
 
 
-class ReplicaLoads:
-    """Tokens of this caller's calls on each replica, and what the replicas report of all callers.
+class ReplicaCharge:
+    """The tokens of one try of a request on a replica, from the choice of the replica to the end of the try.
 
-    The two are not added: a report is seconds old, and callers that follow it all send to the replica that
-    was the least loaded then. The reports tell how much of the traffic is this caller's.
-
-    Attributes:
-        tokens: This caller's tokens on each replica.
-        reported: Each replica's tokens of all callers, a few seconds ago.
+    The caller makes and releases a charge; the router puts it on a replica. The two may run in different
+    threads, and a try may end before a replica is chosen for it.
 
     Args:
-        clock: Seconds.
+        met: Replicas that earlier tries of the request were sent to.
+
+    Attributes:
+        met: Replicas that the request was sent to; another one is chosen next, while there is another.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.tokens: dict[str, int] = {}
-        self.reported: dict[str, int] = {}
-        self._total = 0
-        self._sharing: Counter[tuple[str, int | None]] = Counter()
-        self._charges: dict[str, list[Charge]] = {}
-        self._untaken: deque[Charge] = deque()
-        self._clock = clock
+    _lock = Lock()
+    """Guards the loads of all replicas."""
 
-    def add(self, replica: str) -> None:
-        """Add a replica without load."""
-        self.tokens[replica] = self.reported[replica] = 0
+    def __init__(self, met: Collection[str] = ()) -> None:
+        self.met = set(met)
+        self._load: ReplicaLoad | None = None
+        self._tokens = 0
+        self._chunk: int | None = None
+        self._ended = False
 
-    def remove(self, replica: str) -> None:
-        """Forget a replica and what was charged to it."""
-        for charge in [one for charges in self._charges.values() for one in charges]:
-            if charge.replica == replica:
-                self.release(charge)
-        del self.tokens[replica], self.reported[replica]
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return None for another process."""
+        return type(None), ()
 
-    def share(self) -> float:
-        """Return how much of the load of all replicas is this caller's, from 0 to 1."""
-        reported = sum(self.reported.values())
-        return self._total / reported if self._total < reported else 1.0
+    def put(self, load: ReplicaLoad, tokens: int, chunk: int | None) -> None:
+        """Charge a replica, and no more an earlier one; a try that has ended charges none.
 
-    def sharing(self, replica: str, chunk: int) -> int:
-        """Return how many calls on a replica share a prefix, and nothing longer, with others."""
-        return self._sharing[replica, chunk]
-
-    def charge(self, call: str, replica: str, tokens: int, chunk: int | None = None) -> Charge:
-        """Add a call to the replica that is chosen for it."""
-        now = self._clock()
-        while self._untaken and (self._untaken[0].taken or now - self._untaken[0].at > UNTAKEN_S):
-            lost = self._untaken.popleft()
-            if not lost.taken:
-                self.release(lost)
-        charge = Charge(call, replica, tokens, now, chunk)
-        self._charges.setdefault(call, []).append(charge)
-        self._untaken.append(charge)
-        self._change(charge, 1)
-        return charge
-
-    def move(self, charge: Charge, replica: str) -> None:
-        """Put a call on the replica that it was sent to, if that isn't the one that was chosen."""
-        if charge.replica != replica and charge in self._charges.get(charge.call, ()):
-            self._change(charge, -1)
-            charge.replica = replica
-            self._change(charge, 1)
-
-    def take(self, call: str, replica: str) -> None:
-        """Note that a replica has taken a call: its end will be told.
-
-        Of several with one id it has taken one: the end of another, whose caller has left before, is never
-        told.
+        Args:
+            load: The load of the replica.
+            tokens: The tokens of the request.
+            chunk: The last hash of its prompt that earlier prompts have too; None: there is none.
         """
-        for charge in self._charges.get(call, ()):
-            if charge.replica == replica and not charge.taken:
-                charge.taken = True
-                return
+        with self._lock:
+            self._take_off()
+            if not self._ended:
+                self._load, self._tokens, self._chunk = load, tokens, chunk
+                load.tokens += tokens
+                if chunk is not None:
+                    load.sharing[chunk] += 1
 
-    def end(self, call: str, replica: str) -> None:
-        """Take a call that has ended off its replica. One that was never charged is ignored."""
-        for charge in self._charges.get(call, ()):
-            if charge.replica == replica:
-                self.release(charge)
-                return
+    def move(self, load: ReplicaLoad) -> None:
+        """Charge another replica with the same tokens."""
+        self.put(load, self._tokens, self._chunk)
 
-    def release(self, charge: Charge) -> None:
-        """Take a call off its replica; a second time does nothing."""
-        charges = self._charges.get(charge.call, [])
-        if charge not in charges:
+    def release(self) -> None:
+        """End the charge; a second time does nothing."""
+        with self._lock:
+            self._ended = True
+            self._take_off()
+
+    def _take_off(self) -> None:
+        if (load := self._load) is None:
             return
-        charges.remove(charge)
-        if not charges:
-            del self._charges[charge.call]
-        charge.taken = True
-        self._change(charge, -1)
-
-    def _change(self, charge: Charge, calls: int) -> None:
-        if charge.replica not in self.tokens:
-            return
-        self.tokens[charge.replica] += calls * charge.tokens
-        self._total += calls * charge.tokens
-        if charge.chunk is not None:
-            place = charge.replica, charge.chunk
-            self._sharing[place] += calls
-            if not self._sharing[place]:
-                del self._sharing[place]
+        self._load = None
+        load.tokens -= self._tokens
+        if self._chunk is not None:
+            load.sharing[self._chunk] -= 1
+            if not load.sharing[self._chunk]:
+                del load.sharing[self._chunk]
 
 
 class PrefixIndex:
@@ -336,7 +291,9 @@ class ReplicaChoice:
         slack_tokens: Tokens that a load may be above the least one, over all callers.
         slack_share: The same as a share of the least load.
         draw: Random numbers.
-        clock: Seconds.
+
+    Attributes:
+        loads: The load of each replica.
     """
 
     def __init__(
@@ -346,9 +303,8 @@ class ReplicaChoice:
         slack_tokens: int = SLACK_TOKENS,
         slack_share: float = SLACK_SHARE,
         draw: random.Random | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.loads = ReplicaLoads(clock)
+        self.loads: dict[str, ReplicaLoad] = {}
         self._index = PrefixIndex()
         self._adapters = AdapterIndex()
         self._names: list[str] = []
@@ -366,22 +322,25 @@ class ReplicaChoice:
             if name not in replicas:
                 self._forget(name)
         for name, state in replicas.items():
-            if name not in self.loads.tokens:
-                self.loads.add(name)
+            if name not in self.loads:
+                self.loads[name] = ReplicaLoad()
                 chunks = DEFAULT_CHUNKS if state.capacity is None else state.capacity // TOKENS_PER_CHUNK
                 self._index.add(name, chunks)
-            self.loads.reported[name] = state.tokens
+            self.loads[name].reported = state.tokens
             self._adapters.update(name, state.adapters, state.slots)
         self._asleep = {name for name, state in replicas.items() if state.asleep}
         # All callers draw from the same order.
         self._names = sorted(replicas)
-        share = self.loads.share()
+        # This caller's part of the load, from 0 to 1. Reports may be older than its calls.
+        reported = sum(load.reported for load in self.loads.values())
+        own = sum(load.tokens for load in self.loads.values())
+        share = own / reported if own < reported else 1.0
         self._slack = max(LEAST_SLACK_TOKENS, self._slack_tokens * share)
         self._crowd = max(1.0, CROWD * share)
 
     def remove(self, replica: str) -> None:
         """Forget a replica that has died."""
-        if replica in self.loads.tokens:
+        if replica in self.loads:
             self._forget(replica)
             self._names.remove(replica)
 
@@ -404,14 +363,10 @@ class ReplicaChoice:
         Raises:
             LookupError: There is no replica.
         """
-        loads: Mapping[str, int] = self.loads.tokens
-        names: Sequence[str] = self._names
-        if avoid and (left := [name for name in names if name not in avoid]):
-            names, loads = left, {name: loads[name] for name in left}
-        if self._asleep and (left := [name for name in names if name not in self._asleep]):
-            names, loads = left, {name: loads[name] for name in left}
+        names = self._awake([name for name in self._names if name not in avoid] or self._names)
         if not names:
             raise LookupError("there is no replica")
+        loads = {name: self.loads[name].tokens for name in names}
         limit = self.limit(min(loads.values()))
         if adapter:
             holders = self._within(self._adapters.holders(adapter), loads, limit)
@@ -425,7 +380,7 @@ class ReplicaChoice:
         if self._prefixes and prefix:
             for chunk, holders in self._index.matches(prefix, LEAST_MATCH[len(prefix)]):
                 if (chosen := self._lesser(holders, loads, limit)) is not None:
-                    if self.loads.sharing(chosen, chunk) < self._crowd:
+                    if self.loads[chosen].sharing[chunk] < self._crowd:
                         return chosen
                     return self._lesser(names, loads, loads[chosen] / 2) or chosen
             if (chosen := self._agreed(names, prefix, loads, limit)) is not None:
@@ -434,18 +389,27 @@ class ReplicaChoice:
         assert chosen is not None, "the least loaded one is within the limit"
         return chosen
 
-    def charge(
-        self, call: str, replica: str, prefix: Sequence[int], tokens: int, adapter: str = ""
-    ) -> Charge:
+    def two(self) -> list[str]:
+        """Return two replicas that chance draws, or all where there are no more."""
+        names = self._awake(self._names)
+        return self._draw.sample(names, min(2, len(names)))
+
+    def send(
+        self, charge: ReplicaCharge, replica: str, prefix: Sequence[int], tokens: int, adapter: str = ""
+    ) -> None:
         """Note that a request goes to a replica: its load, and that it will hold the prompt.
 
         Args:
-            call: An id of the call that carries it.
+            charge: The charge of the request.
             replica: The replica.
             prefix: The hashes of the prompt.
             tokens: The request's tokens.
             adapter: Its adapter; empty: none.
         """
+        if len(charge.met) + 1 >= len(self.loads):
+            # The request has met all: it may meet them again.
+            charge.met.clear()
+        charge.met.add(replica)
         if adapter:
             self._adapters.record(replica, adapter)
         chunk = None
@@ -453,12 +417,21 @@ class ReplicaChoice:
             if known := self._index.known(prefix):
                 chunk = prefix[known - 1]
             self._index.record(replica, prefix)
-        return self.loads.charge(call, replica, tokens, chunk)
+        charge.put(self.loads[replica], tokens, chunk)
+
+    def move(self, charge: ReplicaCharge, replica: str) -> None:
+        """Note that a request has gone to this replica, perhaps instead of the chosen one."""
+        if (load := self.loads.get(replica)) is not None:
+            charge.met.add(replica)
+            charge.move(load)
 
     def _forget(self, replica: str) -> None:
-        self.loads.remove(replica)
+        del self.loads[replica]
         self._index.remove(replica)
         self._adapters.remove(replica)
+
+    def _awake(self, names: list[str]) -> list[str]:
+        return [name for name in names if name not in self._asleep] or names
 
     def _agreed(
         self, names: Sequence[str], prefix: Sequence[int], loads: Mapping[str, int], limit: float
@@ -488,7 +461,7 @@ class ReplicaChoice:
         first, second = names
         if loads[first] == loads[second]:
             # This caller has as much on both; the load of all callers may differ.
-            reported = self.loads.reported
+            reported = {name: self.loads[name].reported for name in names}
             if reported[first] == reported[second]:
                 return self._draw.choice(names)
             return min(names, key=reported.__getitem__)

@@ -4,32 +4,24 @@ Ray Serve pickles the class with all of its module and sends it to every process
 Engine: the module holds nothing else.
 """
 
-import asyncio
-from collections import OrderedDict
 from typing import Any
 
 from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from serve_app.api.facts import facts_of_call
-from serve_app.ingress.replica_choice import Charge, ReplicaChoice, ReplicaState
+from serve_app.ingress.replica_choice import ReplicaCharge, ReplicaChoice, ReplicaState
 from serve_app.wire.request import RelayRequest
 
 
 class EngineRouter(FIFOMixin, RequestRouter):
     """Chooses the replica of an Engine by the prefixes and the tokens that the replicas hold.
 
-    A relayed request brings the hashes of its prompt and its tokens. Other calls, as of a handle, are
-    estimated, and go by load alone.
-
-    A relayed request goes to another replica each time, while there is one: if it comes back, a replica has
-    failed it, or has not taken it.
+    A request with a charge brings the hashes of its prompt and its tokens. It goes to another replica each
+    time, while there is one: if it comes back, a replica has failed it, or has not taken it. For other calls,
+    as of a handle, Ray Serve takes the one of two replicas that has fewer calls.
 
     Attributes:
         choice: The policy.
     """
-
-    REMEMBERED = 4_096
-    """Relayed requests of which the replicas are remembered."""
 
     def initialize_state(self, **options: Any) -> None:
         """Set the policy up.
@@ -39,9 +31,6 @@ class EngineRouter(FIFOMixin, RequestRouter):
         """
         self.choice = ReplicaChoice(**options)
         self._by_name: dict[str, RunningReplica] = {}
-        self._met: OrderedDict[str, set[str]] = OrderedDict()
-        # Requests that Ray Serve has not assigned yet, by the id of their future.
-        self._choosing: dict[int, Charge] = {}
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Take over the replicas that there are, and what each reports."""
@@ -69,54 +58,31 @@ class EngineRouter(FIFOMixin, RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the replica for a request; Ray Serve asks again if that one can't be had."""
+        """Return the replicas for a request; Ray Serve asks again if none of them can be had."""
         if pending_request is None or pending_request.future.done() or not self._by_name:
             # Nothing is to be sent: Ray Serve asks once more for a request that has been assigned meanwhile.
             return [candidate_replicas]
         # Ray Serve waits before it asks for the third time.
         pending_request.routing_context.should_backoff = True
-        call = pending_request.metadata.internal_request_id
-        future = pending_request.future
-        request = pending_request.args[0] if pending_request.args else None
-        before = self._choosing.get(id(future))
-        if isinstance(request, RelayRequest):
-            facts, adapter = request.facts, request.adapter
-            name = self.choice.choose(facts.prefix, self._met.get(call, ()), adapter)
-            self._meet(call, name)
-        else:
-            facts, adapter = facts_of_call(request), ""
-            name = self.choice.choose((), avoid=[before.replica] if before else ())
+        charged = _charged(pending_request)
+        if charged is None:
+            return [[self._by_name[name] for name in self.choice.two()]]
+        request, charge = charged
+        facts = request.facts
+        name = self.choice.choose(facts.prefix, charge.met, request.adapter)
         # Charged now: of the requests that come at once, each has to see those before it.
-        self._choosing[id(future)] = self.choice.charge(call, name, facts.prefix, facts.tokens, adapter)
-        if before:
-            self.choice.loads.release(before)
-        else:
-            future.add_done_callback(self._assigned)
+        self.choice.send(charge, name, facts.prefix, facts.tokens, request.adapter)
         return [[self._by_name[name]]]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Note that a replica has taken a request."""
-        self.choice.loads.take(pending_request.metadata.internal_request_id, replica_id.unique_id)
+        """Charge the replica that has taken a request; it may have been chosen for another request."""
+        if (charged := _charged(pending_request)) is not None:
+            self.choice.move(charged[1], replica_id.unique_id)
 
-    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Take a request that has ended off its replica."""
-        self.choice.loads.end(internal_request_id, replica_id.unique_id)
 
-    def _assigned(self, future: "asyncio.Future[RunningReplica]") -> None:
-        """Settle the charge of a request that was assigned to a replica, or was cancelled before."""
-        charge = self._choosing.pop(id(future))
-        if future.cancelled():
-            self.choice.loads.release(charge)
-        else:
-            # Requests are assigned in their order: one may get the replica that was chosen for another.
-            self.choice.loads.move(charge, future.result().replica_id.unique_id)
-
-    def _meet(self, call: str, replica: str) -> None:
-        met = self._met.setdefault(call, set())
-        if len(met) + 1 >= len(self._by_name):
-            # It has met all: it may meet them again.
-            met.clear()
-        met.add(replica)
-        self._met.move_to_end(call)
-        if len(self._met) > self.REMEMBERED:
-            self._met.popitem(last=False)
+def _charged(pending_request: PendingRequest) -> tuple[RelayRequest, ReplicaCharge] | None:
+    """Return a request with its charge; None: it has none."""
+    request = pending_request.args[0] if pending_request.args else None
+    if isinstance(request, RelayRequest) and isinstance(request.charge, ReplicaCharge):
+        return request, request.charge
+    return None

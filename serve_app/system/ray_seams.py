@@ -25,13 +25,12 @@ SEAMS: dict[str, Seam] = {
         "ray._private.authentication.authentication_token_generator", START
     ),
     "ReplicaID": Seam("ray.serve.request_router", ROUTER, "unique_id"),
-    "PendingRequest": Seam("ray.serve.request_router", ROUTER, "args future metadata routing_context"),
+    "PendingRequest": Seam("ray.serve.request_router", ROUTER, "args future routing_context"),
     "RunningReplica": Seam("ray.serve.request_router", ROUTER, "replica_id routing_stats replica_metadata"),
     "RequestRouter": Seam(
         "ray.serve.request_router",
         ROUTER,
-        "initialize_state update_replicas choose_replicas on_replica_actor_died on_request_routed "
-        "on_request_completed",
+        "initialize_state update_replicas choose_replicas on_replica_actor_died on_request_routed",
     ),
 }
 """Names that are not public, and parts of Ray's router that change from version to version."""

@@ -33,6 +33,7 @@ class RelayRequest(PickledByName):
         quota: The quota of that key; None: it has none.
         source: Where it comes from.
         upload: Id under which the body comes in pieces, by calls of their own; empty: it is in `body`.
+        charge: The load on its replica, for the router of this process; other processes get None.
     """
 
     method: str
@@ -51,6 +52,7 @@ class RelayRequest(PickledByName):
     quota: Quota | None = None
     source: Source = "http"
     upload: str = ""
+    charge: object = field(default=None, repr=False, compare=False)
 
     @property
     def age_s(self) -> float:

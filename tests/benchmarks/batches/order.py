@@ -23,7 +23,7 @@ from serve_app.api.scheduling import Scheduling
 from serve_app.dataset.formats import numbered
 from serve_app.dataset.prompts import Prompter
 from serve_app.dataset.run import Drive
-from serve_app.ingress.replica_choice import ReplicaChoice, ReplicaState
+from serve_app.ingress.replica_choice import ReplicaCharge, ReplicaChoice, ReplicaState
 from serve_app.jobs.batches import BatchRunner
 from serve_app.jobs.content import Content, Contents, DiskContent
 from serve_app.jobs.intake import validate
@@ -123,7 +123,7 @@ class VirtualEngines:
         self._in_flight = load.in_flight * len(engines)
         self._left = load.rows
         self._engines = {f"replica-{number}": engine for number, engine in enumerate(engines)}
-        self._choice = ReplicaChoice(draw=random.Random(0), clock=lambda: self.now)
+        self._choice = ReplicaChoice(draw=random.Random(0))
         self._choice.update({name: ReplicaState(capacity=load.kv_tokens) for name in self._engines})
         self._answers: dict[str, asyncio.Future[None]] = {}
         self._sent = asyncio.Event()
@@ -139,8 +139,8 @@ class VirtualEngines:
         self._count += 1
         facts = inspect(to_json(body), endpoint, self._limits)
         replica = self._choice.choose(facts.prefix)
-        self._choice.charge(name, replica, facts.prefix, facts.tokens)
-        self._choice.loads.take(name, replica)
+        charge = ReplicaCharge()
+        self._choice.send(charge, replica, facts.prefix, facts.tokens)
         engine = self._engines[replica]
         if not engine.busy:
             engine.time.now = max(engine.time.now, self.now)
@@ -150,7 +150,7 @@ class VirtualEngines:
         self._answers[name] = asyncio.get_running_loop().create_future()
         self._sent.set()
         await self._answers[name]
-        self._choice.loads.end(name, replica)
+        charge.release()
         self.cached += engine.cached[name]
         detail = {"finish_reason": "length", "prompt_tokens": len(prompt), "completion_tokens": 1}
         return RowAnswer(200, {"results": [""], "details": [detail]} if endpoint == GENERATE else {})

@@ -13,7 +13,7 @@ from itertools import count
 from typing import Protocol
 
 from serve_app.api.facts import prefix_hashes
-from serve_app.ingress.replica_choice import ReplicaChoice, ReplicaState
+from serve_app.ingress.replica_choice import ReplicaCharge, ReplicaChoice, ReplicaState
 
 BLOCK = 64
 """Tokens of a block of the simulated KV cache."""
@@ -219,18 +219,16 @@ class Ours:
     """The policy of the product."""
 
     def __init__(self, draw: random.Random, clock: Callable[[], float], **options: float) -> None:
-        self.choice = ReplicaChoice(draw=draw, clock=clock, **options)  # type: ignore[arg-type]
-        self._calls = count()
+        self.choice = ReplicaChoice(draw=draw, **options)  # type: ignore[arg-type]
 
     def update(self, states: dict[str, ReplicaState]) -> None:
         self.choice.update(states)
 
     def send(self, prompt: Prompt) -> tuple[str, Callable[[], None]]:
-        call = str(next(self._calls))
+        charge = ReplicaCharge()
         name = self.choice.choose(prompt.hashes)
-        self.choice.charge(call, name, prompt.hashes, prompt.tokens)
-        self.choice.loads.take(call, name)
-        return name, lambda: self.choice.loads.end(call, name)
+        self.choice.send(charge, name, prompt.hashes, prompt.tokens)
+        return name, charge.release
 
 
 class PowerOfTwo:

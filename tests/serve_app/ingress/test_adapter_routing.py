@@ -4,7 +4,7 @@ import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 
-from serve_app.ingress.replica_choice import ReplicaChoice, ReplicaState
+from serve_app.ingress.replica_choice import ReplicaCharge, ReplicaChoice, ReplicaState
 
 SLOTS = 8
 ADAPTERS = [f"demo:{number}" for number in range(32)]
@@ -69,11 +69,10 @@ def chosen_loads(count: int = 2, callers: int = 1) -> tuple[int, Counter[str]]:
             for choice in choices:
                 choice.update(states(replicas))
         asked += 1
-        choice, call = draw.choice(choices), str(asked)
+        choice, charge = draw.choice(choices), ReplicaCharge()
         name = choice.choose((), adapter=adapter)
-        choice.charge(call, name, (), 256, adapter)
-        choice.loads.take(call, name)
-        return name, lambda: choice.loads.end(call, name)
+        choice.send(charge, name, (), 256, adapter)
+        return name, charge.release
 
     sent = run(choose, replicas)
     return loads(replicas), sent
@@ -102,7 +101,7 @@ def test_an_adapter_goes_where_it_is_loaded_unless_that_replica_is_too_loaded() 
     choice = ReplicaChoice(draw=random.Random(1))
     choice.update({"a": ReplicaState(adapters=("x",)), "b": ReplicaState()})
     assert {choice.choose((), adapter="x") for _ in range(20)} == {"a"}
-    choice.charge("1", "a", (), 10_000_000)
+    choice.send(ReplicaCharge(), "a", (), 10_000_000)
     assert choice.choose((), adapter="x") == "b"
     assert choice.choose((), avoid=["b"], adapter="x") == "a"
 
@@ -110,7 +109,7 @@ def test_an_adapter_goes_where_it_is_loaded_unless_that_replica_is_too_loaded() 
 def test_without_an_adapter_the_load_decides_as_before() -> None:
     choice = ReplicaChoice(draw=random.Random(1))
     choice.update({"a": ReplicaState(adapters=("x",)), "b": ReplicaState()})
-    choice.charge("1", "a", (), 100)
+    choice.send(ReplicaCharge(), "a", (), 100)
     assert choice.choose(()) == "b"
 
 
@@ -119,7 +118,7 @@ def test_an_adapter_whose_own_replicas_are_too_loaded_goes_by_load() -> None:
         choice = ReplicaChoice(draw=random.Random(1))
         choice.update({name: ReplicaState() for name in "abcd"})
         for name, tokens in loads.items():
-            choice.charge(name, name, (), tokens)
+            choice.send(ReplicaCharge(), name, (), tokens)
         return choice
 
     def drawn(adapter: str) -> set[str]:

@@ -31,6 +31,7 @@ from serve_app.ingress.engine_call import (
     is_lost,
     ran_there,
 )
+from serve_app.ingress.replica_choice import ReplicaCharge, ReplicaLoad
 from serve_app.wire.frame import DONE, KEEPALIVE_S, Head, ResumeMode, to_ids
 from serve_app.wire.request import RelayRequest
 from serve_app.wire.usage import RequestUsage, Tokens
@@ -87,14 +88,21 @@ class Engines:
 
     Attributes:
         actors: Their ids, the last one for all that follow; none: they aren't known.
+        load: The load of the replica that has the request.
     """
 
     scripts: list[Script]
     actors: str = ""
     asked: list[RelayRequest] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
+    load: ReplicaLoad = field(default_factory=ReplicaLoad)
 
     def ask(self, request: RelayRequest) -> Attempt:
+        assert isinstance(request.charge, ReplicaCharge)
+        assert self.load.tokens == 0, "an earlier try is still charged"
+        assert request.charge.met == {str(number) for number in range(len(self.asked))}
+        request.charge.met.add(str(len(self.asked)))
+        request.charge.put(self.load, 1, None)
         result: Any = Answer(self.scripts[min(len(self.asked), len(self.scripts) - 1)])
         if self.actors:
             actor = self.actors[min(len(self.asked), len(self.actors) - 1)]
@@ -159,6 +167,7 @@ async def reply(
     received.usage = context_of(scope).usage
     assert take is not None or received.ended
     assert all(answer.left for answer in engines.answers), "no call is left running"
+    assert engines.load.tokens == 0, "no call is left charged"
     return received
 
 
@@ -176,7 +185,7 @@ async def test_another_engine_is_asked_for_the_same(failure: bytes | Exception) 
     received = await reply(engines)
     assert (received.status, received.body) == (200, b'{"text": "abc"}')
     assert received.usage == USAGE
-    assert engines.asked[0] is engines.asked[1]
+    assert engines.asked[0] == engines.asked[1]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The policy that chooses a replica."""
 
+import pickle
 import random
 from collections import Counter
 
@@ -13,21 +14,19 @@ from serve_app.ingress.replica_choice import (
     LEAST_CHUNKS,
     LEAST_SLACK_TOKENS,
     SLACK_TOKENS,
-    UNTAKEN_S,
     AdapterIndex,
-    Charge,
     PrefixIndex,
+    ReplicaCharge,
     ReplicaChoice,
-    ReplicaLoads,
     ReplicaState,
 )
-from tests.batcher.virtual import Clock
+from serve_app.wire.request import RelayRequest
 
 PREFIX = prefix_hashes(b"a prompt that others share " * 100)
 
 
 def choice(names: str = "abc", seed: int = 1, **options: float) -> ReplicaChoice:
-    made = ReplicaChoice(draw=random.Random(seed), clock=lambda: 0.0, **options)  # type: ignore[arg-type]
+    made = ReplicaChoice(draw=random.Random(seed), **options)  # type: ignore[arg-type]
     made.update({name: ReplicaState() for name in names})
     return made
 
@@ -39,42 +38,42 @@ def some_prefixes(count: int) -> list[tuple[int, ...]]:
 
 def send(policy: ReplicaChoice, prefix: tuple[int, ...] = (), tokens: int = 1_000) -> str:
     name = policy.choose(prefix)
-    policy.charge("call", name, prefix, tokens)
+    policy.send(ReplicaCharge(), name, prefix, tokens)
     return name
 
 
 def test_the_replica_with_the_longest_prefix_is_chosen() -> None:
     policy = choice()
-    policy.charge("x", "b", PREFIX[:3], 0)
-    policy.charge("x", "c", PREFIX, 0)
+    policy.send(ReplicaCharge(), "b", PREFIX[:3], 0)
+    policy.send(ReplicaCharge(), "c", PREFIX, 0)
     assert {policy.choose(PREFIX) for _ in range(20)} == {"c"}
     assert {policy.choose(PREFIX[:3]) for _ in range(20)} == {"b", "c"}
 
 
 def test_a_replica_that_is_too_loaded_is_not() -> None:
     policy = choice()
-    policy.charge("x", "b", PREFIX, SLACK_TOKENS)
+    policy.send(ReplicaCharge(), "b", PREFIX, SLACK_TOKENS)
     assert policy.choose(PREFIX) == "b"
-    policy.charge("x", "b", (), 1)
+    policy.send(ReplicaCharge(), "b", (), 1)
     assert policy.choose(PREFIX) in "ac"
     # The next longest is taken then.
-    policy.charge("x", "a", PREFIX[:3], 10)
+    policy.send(ReplicaCharge(), "a", PREFIX[:3], 10)
     assert policy.choose(PREFIX) == "a"
 
 
 def test_the_bound_grows_with_the_load() -> None:
     policy = choice("ab")
-    policy.charge("x", "a", PREFIX, 499_000)
-    policy.charge("x", "b", (), 400_000)
+    policy.send(ReplicaCharge(), "a", PREFIX, 499_000)
+    policy.send(ReplicaCharge(), "b", (), 400_000)
     assert policy.choose(PREFIX) == "a"
-    policy.charge("x", "a", (), 2_000)
+    policy.send(ReplicaCharge(), "a", (), 2_000)
     assert policy.choose(PREFIX) == "b"
 
 
 def test_a_short_match_is_none() -> None:
     """A template that all prompts share would send all of them to one replica."""
     policy = choice()
-    policy.charge("x", "a", PREFIX[:1], SLACK_TOKENS)
+    policy.send(ReplicaCharge(), "a", PREFIX[:1], SLACK_TOKENS)
     assert policy.choose((PREFIX[0], 7, 8, 9)) == "a"
     assert {policy.choose((PREFIX[0], 7, n, 9, 9)) for n in range(50)} == {"b", "c"}
 
@@ -86,8 +85,8 @@ def test_a_prefix_that_many_requests_share_is_taken_over_by_an_idle_replica() ->
     assert max(Counter(chosen).values()) <= 15
     # It stays as long as the others are half as loaded or more.
     policy = choice("ab")
-    policy.charge("x", "a", PREFIX, 1_000)
-    policy.charge("x", "b", (), 6_000)
+    policy.send(ReplicaCharge(), "a", PREFIX, 1_000)
+    policy.send(ReplicaCharge(), "b", (), 6_000)
     assert {send(policy, PREFIX) for _ in range(10)} == {"a"}
 
 
@@ -95,17 +94,17 @@ def test_requests_that_share_more_than_a_frequent_prefix_are_no_crowd() -> None:
     """The turns of one chat go where the chat is, however many chats share its system prompt."""
     policy = choice("ab")
     chat = prefix_hashes(b"a prompt that others share " * 100 + b"the turns of one chat " * 100)
-    policy.charge("x", "a", chat, 0)
+    policy.send(ReplicaCharge(), "a", chat, 0)
     for _ in range(10):
-        policy.charge("x", "a", PREFIX, 500)
+        policy.send(ReplicaCharge(), "a", PREFIX, 500)
     assert policy.choose(PREFIX) == "b"
     assert policy.choose(chat) == "a"
 
 
 def test_without_a_prefix_the_less_loaded_of_two_is_chosen() -> None:
     policy = choice()
-    policy.charge("x", "a", (), 2)
-    policy.charge("x", "b", (), 1)
+    policy.send(ReplicaCharge(), "a", (), 2)
+    policy.send(ReplicaCharge(), "b", (), 1)
     counts = Counter(policy.choose(()) for _ in range(300))
     # The most loaded one is never the less loaded of two.
     assert counts["a"] == 0
@@ -121,7 +120,7 @@ def test_replicas_of_one_load_are_chosen_alike_or_by_what_they_report() -> None:
 
 def test_a_caller_with_a_small_part_of_the_traffic_has_a_small_part_of_the_bound() -> None:
     policy = choice("ab")
-    policy.charge("x", "a", PREFIX, 8_000)
+    policy.send(ReplicaCharge(), "a", PREFIX, 8_000)
     assert policy.choose(PREFIX) == "a"
     policy.update({"a": ReplicaState(tokens=16_000), "b": ReplicaState(tokens=16_000)})
     assert policy.limit(0) == SLACK_TOKENS / 4
@@ -140,13 +139,13 @@ def test_callers_that_know_nothing_of_each_other_place_a_prefix_on_the_same_two_
 def test_where_callers_would_agree_on_replicas_that_are_too_loaded_another_is_chosen() -> None:
     policy = choice()
     for name in "ab":
-        policy.charge("x", name, (), SLACK_TOKENS + 1)
+        policy.send(ReplicaCharge(), name, (), SLACK_TOKENS + 1)
     assert {policy.choose(prefix) for prefix in some_prefixes(20)} == {"c"}
 
 
 def test_replicas_to_avoid_are_avoided_while_there_are_others() -> None:
     policy = choice()
-    policy.charge("x", "a", PREFIX, 0)
+    policy.send(ReplicaCharge(), "a", PREFIX, 0)
     assert policy.choose(PREFIX, avoid={"a"}) in "bc"
     assert policy.choose(PREFIX, avoid={"a", "b"}) == "c"
     assert policy.choose(PREFIX, avoid={"a", "b", "c"}) == "a"
@@ -154,7 +153,7 @@ def test_replicas_to_avoid_are_avoided_while_there_are_others() -> None:
 
 def test_prefixes_can_be_turned_off() -> None:
     policy = choice("ab", prefixes=False)
-    policy.charge("x", "a", PREFIX, 1)
+    policy.send(ReplicaCharge(), "a", PREFIX, 1)
     assert {policy.choose(prefix) for prefix in (PREFIX, *some_prefixes(20))} == {"b"}
 
 
@@ -177,7 +176,7 @@ def test_replicas_that_come_and_go_change_nothing_for_the_others() -> None:
     # A replica with an old name is a new one.
     policy.update({name: ReplicaState() for name in "abcde"})
     assert all(policy.choose(prefix) == name for prefix, name in placed.items() if name in "ac")
-    assert [policy.loads.tokens[name] for name in "bde"] == [0, 0, 0]
+    assert [policy.loads[name].tokens for name in "bde"] == [0, 0, 0]
 
 
 TEXTS = [b"a" * 4_000, b"a" * 2_000 + b"b" * 4_000, b"c" * 700, b"", b"d" * 100_000]
@@ -192,36 +191,36 @@ STEP = st.tuples(
 def test_the_bound_holds_and_only_replicas_that_live_are_chosen(
     steps: list[tuple[str, int, int]], seed: int, prefixes: bool
 ) -> None:
-    policy = ReplicaChoice(prefixes=prefixes, draw=random.Random(seed), clock=lambda: 0.0)
+    policy = ReplicaChoice(prefixes=prefixes, draw=random.Random(seed))
     there: set[str] = set("abcde")
     policy.update({name: ReplicaState() for name in there})
-    sent: list[tuple[str, str]] = []
-    for number, (act, which, tokens) in enumerate(steps):
+    sent: list[ReplicaCharge] = []
+    for act, which, tokens in steps:
         if act in ("send", "avoid") and there:
             hashes = prefix_hashes(TEXTS[which % len(TEXTS)])
             avoid = set("abcde"[: which % 5]) if act == "avoid" else set()
             open_to = (there - avoid) or there
-            before = {name: policy.loads.tokens[name] for name in open_to}
+            before = {name: policy.loads[name].tokens for name in open_to}
             name = policy.choose(hashes, avoid)
             assert name in open_to
             assert before[name] <= policy.limit(min(before.values()))
-            policy.charge(str(number), name, hashes, tokens)
-            sent.append((str(number), name))
+            sent.append(ReplicaCharge())
+            policy.send(sent[-1], name, hashes, tokens)
         elif act == "end" and sent:
-            policy.loads.end(*sent.pop(which % len(sent)))
+            sent.pop(which % len(sent)).release()
         elif act == "remove":
             there.discard("abcde"[which % 5])
             policy.remove("abcde"[which % 5])
         elif act == "update":
             there.add("abcde"[which % 5])
             policy.update({name: ReplicaState(tokens=tokens) for name in there})
-    assert set(policy.loads.tokens) == there
-    assert min(policy.loads.tokens.values(), default=0) >= 0
+    assert set(policy.loads) == there
+    assert all(load.tokens >= 0 for load in policy.loads.values())
 
 
 def test_a_replica_that_sleeps_is_chosen_only_if_all_sleep() -> None:
     policy = choice()
-    policy.charge("x", "b", PREFIX, 0)
+    policy.send(ReplicaCharge(), "b", PREFIX, 0)
     policy.update({"a": ReplicaState(), "b": ReplicaState(asleep=True), "c": ReplicaState()})
     assert {policy.choose(PREFIX) for _ in range(50)} <= {"a", "c"}
     assert {policy.choose(()) for _ in range(50)} == {"a", "c"}
@@ -232,138 +231,47 @@ def test_a_replica_that_sleeps_is_chosen_only_if_all_sleep() -> None:
     assert {policy.choose(()) for _ in range(50)} == {"a", "b", "c"}
 
 
-# Loads
+# Charges
+
+CHARGE_STEPS = st.lists(
+    st.tuples(st.sampled_from(["choose", "move", "release", "restart"]), st.integers(0, 3), st.booleans())
+)
 
 
-def loads(*names: str, clock: Clock | None = None) -> ReplicaLoads:
-    made = ReplicaLoads(clock or Clock())
-    for name in names:
-        made.add(name)
-    return made
+@given(CHARGE_STEPS)
+def test_loads_are_the_sums_of_the_charges_that_have_not_ended(steps: list[tuple[str, int, bool]]) -> None:
+    """Tries may be released before a replica is chosen, moved and released again, in any order."""
+    policy = choice("ab")
+    charges = [ReplicaCharge() for _ in range(4)]
+    ended: set[int] = set()
+    places: dict[int, str] = {}
+    for act, number, second in steps:
+        name = "ab"[second]
+        if act == "choose":
+            policy.send(charges[number], name, PREFIX, 1 << number)
+            places[number] = name
+        elif act == "move" and number in places:
+            policy.move(charges[number], name)
+            places[number] = name
+        elif act == "release":
+            charges[number].release()
+            ended.add(number)
+        elif act == "restart":
+            policy.remove(name)
+            policy.update({"a": ReplicaState(), "b": ReplicaState()})
+            places = {number: place for number, place in places.items() if place != name}
+        for name in "ab":
+            on = [number for number, place in places.items() if place == name and number not in ended]
+            assert policy.loads[name].tokens == sum(1 << number for number in on)
+            assert sum(policy.loads[name].sharing.values()) <= len(on)
+    for charge in charges:
+        charge.release()
+    assert all((load.tokens, load.sharing) == (0, {}) for load in policy.loads.values())
 
 
-def test_a_call_counts_from_its_choice_to_its_end() -> None:
-    one = loads("a", "b")
-    one.charge("x", "a", 10)
-    one.charge("y", "a", 5)
-    assert one.tokens == {"a": 15, "b": 0}
-    one.end("x", "a")
-    one.end("x", "a")
-    one.end("unknown", "a")
-    assert one.tokens == {"a": 5, "b": 0}
-
-
-def test_a_call_that_went_elsewhere_counts_there() -> None:
-    one = loads("a", "b")
-    charge = one.charge("x", "a", 10)
-    one.move(charge, "b")
-    assert one.tokens == {"a": 0, "b": 10}
-    one.end("x", "a")
-    assert one.tokens == {"a": 0, "b": 10}
-    one.end("x", "b")
-    one.move(charge, "a")
-    assert one.tokens == {"a": 0, "b": 0}
-
-
-def test_calls_that_share_a_prefix_are_counted_where_they_are() -> None:
-    one = loads("a", "b")
-    first = one.charge("x", "a", 10, chunk=5)
-    one.charge("y", "a", 10, chunk=5)
-    one.charge("z", "a", 10, chunk=6)
-    assert (one.sharing("a", 5), one.sharing("b", 5)) == (2, 0)
-    one.move(first, "b")
-    assert (one.sharing("a", 5), one.sharing("b", 5)) == (1, 1)
-    one.end("x", "b")
-    one.remove("a")
-    assert (one.sharing("a", 5), one.sharing("b", 5)) == (0, 0)
-
-
-def test_calls_with_one_id_end_one_by_one() -> None:
-    one = loads("a", "b")
-    one.charge("x", "a", 10)
-    one.charge("x", "a", 10)
-    one.charge("x", "b", 7)
-    one.end("x", "a")
-    assert one.tokens == {"a": 10, "b": 7}
-
-
-def test_a_call_that_no_replica_took_is_given_up() -> None:
-    clock = Clock()
-    one = loads("a", clock=clock)
-    one.charge("taken", "a", 1)
-    one.take("taken", "a")
-    one.charge("left", "a", 10)
-    clock.now = UNTAKEN_S + 1
-    one.charge("new", "a", 100)
-    assert one.tokens == {"a": 101}
-
-
-def test_one_of_several_calls_with_one_id_that_no_replica_took_is_given_up() -> None:
-    clock = Clock()
-    one = loads("a", clock=clock)
-    one.charge("x", "a", 10)
-    one.charge("x", "a", 10)
-    # The caller of the other one has left before a replica had it.
-    one.take("x", "a")
-    one.end("x", "a")
-    clock.now = UNTAKEN_S + 1
-    one.charge("new", "a", 100)
-    assert one.tokens == {"a": 100}
-
-
-def test_the_calls_of_a_replica_go_with_it() -> None:
-    one = loads("a", "b")
-    one.charge("x", "a", 10)
-    late = one.charge("y", "b", 5)
-    one.remove("a")
-    one.add("a")
-    one.end("x", "a")
-    one.move(late, "gone")
-    one.end("y", "gone")
-    assert one.tokens == {"a": 0, "b": 0}
-    assert one.share() == 1.0
-
-
-def test_the_share_of_the_traffic_is_that_of_the_reports() -> None:
-    one = loads("a", "b")
-    assert one.share() == 1.0
-    one.charge("x", "a", 25)
-    one.reported.update(a=60, b=40)
-    assert one.share() == 0.25
-    one.charge("y", "b", 100)
-    # The reports are older than what was sent.
-    assert one.share() == 1.0
-
-
-@given(st.lists(st.tuples(st.sampled_from(["charge", "end", "move", "release", "flap"]), st.integers(0, 9))))
-def test_tokens_are_those_of_the_calls_that_run(steps: list[tuple[str, int]]) -> None:
-    one = loads("a", "b")
-    running: list[Charge] = []
-    for act, number in steps:
-        name = "ab"[number % 2]
-        if act == "charge":
-            running.append(one.charge(str(number), name, number + 1))
-        elif act == "flap":
-            one.remove(name)
-            one.add(name)
-            running = [charge for charge in running if charge.replica != name]
-        elif running:
-            charge = running[number % len(running)]
-            if act == "move":
-                one.move(charge, name)
-                continue
-            if act == "end":
-                ended = next(
-                    each for each in running if each.call == charge.call and each.replica == charge.replica
-                )
-                one.end(charge.call, charge.replica)
-                running.remove(ended)
-            else:
-                one.release(charge)
-                running.remove(charge)
-        assert one.tokens == {
-            name: sum(charge.tokens for charge in running if charge.replica == name) for name in "ab"
-        }
+def test_a_charge_stays_in_its_process() -> None:
+    request = RelayRequest("POST", "/generate", b"", [], b"{}", charge=ReplicaCharge())
+    assert pickle.loads(pickle.dumps(request)).charge is None
 
 
 # Prefixes
