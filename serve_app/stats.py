@@ -189,8 +189,9 @@ class BatchesStats(StatsPart):
     rows_per_s: float = Field(default=0.0, description="Rows per second.")
     eta_s: float | None = Field(default=None, description="Seconds that the open batches take at this rate.")
     oldest_s: int = Field(default=0, description="Seconds since the oldest open batch was created.")
-    late: int = Field(default=0, description="Open batches that will miss their window.")
-    unsure: int = Field(default=0, description="Open batches that may miss their window.")
+    late: int = Field(
+        default=0, description="Open batches that will miss their window at the rate of the last hour."
+    )
     files: int = Field(default=0, description="Files of all tenants.")
     bytes: int = Field(default=0, description="Bytes of these files.")
     error: str = Field(default="", description="Why the statistics are missing, if they are.")

@@ -186,8 +186,6 @@ def _batches(view: View) -> Text:
             parts.append(f"{seconds(batches.eta_s)} left")
         if batches.late:
             parts.append(f"{count(batches.late)} will be late")
-        if batches.unsure:
-            parts.append(f"{count(batches.unsure)} may be late")
     return Text.assemble(("batches: ", "bold"), plain(" · ".join(parts) or "none is open"))
 
 

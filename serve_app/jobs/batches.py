@@ -1,11 +1,10 @@
-"""Moves batches through their states: validation, rows, results, the end; and forecasts their end."""
+"""Moves batches through their states: validation, rows, results, the end; and says which will be late."""
 
 import asyncio
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from serve_app.api.errors import RequestError
@@ -13,13 +12,12 @@ from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import TIER_PRIORITY, Scheduling
 from serve_app.jobs.content import Contents
 from serve_app.jobs.errors import ContentLostError, NotFoundError, RunError, StateError
-from serve_app.jobs.forecast import LATEST_S, DayProfile, Outlook, Queue, RowDemand, Verdict, in_order
-from serve_app.jobs.intake import UNKNOWN_MODEL, batch_error, sketch, validate
+from serve_app.jobs.intake import UNKNOWN_MODEL, batch_error, validate
 from serve_app.jobs.key_rules import KeyRules
-from serve_app.jobs.models import MAX_WINDOW_S, Batch, State
-from serve_app.jobs.pacing import Clock, Meter
+from serve_app.jobs.models import Batch
+from serve_app.jobs.pacing import Clock
 from serve_app.jobs.plan import TOGETHER, Unsent, plan_id, unsent
-from serve_app.jobs.rows import BatchClient, Result, Row, RowAnswer, answered, together, work_of
+from serve_app.jobs.rows import BatchClient, Result, Row, RowAnswer, answered
 from serve_app.jobs.runner import Runner, finished
 from serve_app.jobs.scheduler import BatchRun
 from serve_app.jobs.storage import close, give_up, record, remove_expired
@@ -41,17 +39,39 @@ KEY_GONE_S = 5.0
 """Seconds after which an invalid key ends its batches: an editor may write the keys file in two steps, and
 the Ingress may read it before this process."""
 
-SAVE_S = 60.0
-"""Seconds between two times at which the profiles of the engines' capacity are stored."""
-
-WARN_S = 10.0
-"""Seconds between two forecasts of the same batches."""
-
-NEW_WARNINGS = 8
-"""Batches whose shortest window is searched in one forecast: a search takes some milliseconds."""
+MINUTE_S, HOUR_S = 60.0, 3600.0
+"""Seconds after which a rate is known, and over which it is measured."""
 
 TIDY_S = 600.0
 """Seconds between two deletions of expired files and batches."""
+
+
+class RowRate:
+    """Rows per second of a tenant for a model, over the last hour in which the tenant had rows to send.
+
+    Attributes:
+        rows: Rows so far.
+    """
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self._worked_s = 0.0
+        self._marks: deque[tuple[float, int]] = deque([(0.0, 0)])
+
+    def work(self, seconds: float) -> None:
+        """Count seconds in which rows were to be sent."""
+        self._worked_s += seconds
+        if self._worked_s - self._marks[-1][0] >= MINUTE_S:
+            self._marks.append((self._worked_s, self.rows))
+        while self._worked_s - self._marks[0][0] > HOUR_S:
+            self._marks.popleft()
+
+    @property
+    def per_s(self) -> float | None:
+        """The rate; None: not known yet. Without any row, it is known after an hour: engines may start."""
+        since_s, before = self._marks[0]
+        seconds, rows = self._worked_s - since_s, self.rows - before
+        return rows / seconds if seconds >= (MINUTE_S if rows else HOUR_S - MINUTE_S) else None
 
 
 class OpenBatch(BatchRun):
@@ -68,7 +88,7 @@ class OpenBatch(BatchRun):
         resting: Whether this work has failed and waits for its next try.
         keyless_since: When its API key was first seen to be invalid; None: the key is valid.
         lost: Message about content that is gone, so that the batch fails; empty: no content is gone.
-        meter: Measures the work of its model; None: not measured.
+        rate: Counts the rows of its tenant for its model.
     """
 
     def __init__(self, batch: Batch, write: Write = lambda id, results: None) -> None:
@@ -81,7 +101,7 @@ class OpenBatch(BatchRun):
         self.resting = False
         self.keyless_since: float | None = None
         self.lost = ""
-        self.meter: Meter | None = None
+        self.rate = RowRate()
 
     def __str__(self) -> str:
         return self.batch.id
@@ -120,10 +140,8 @@ class OpenBatch(BatchRun):
         self._write(self.batch.id, results)
 
     def recorded(self, results: Sequence[Result]) -> None:
-        """Count the work of results."""
-        if self.meter is not None:
-            work = work_of(len(results), together(result.tokens for result in results))
-            self.meter.add(len(results), work)
+        """Count rows that have their results."""
+        self.rate.rows += len(results)
 
     def fail(self, error: RunError) -> None:
         """Let the batch fail when its rows in flight have ended."""
@@ -154,8 +172,7 @@ class BatchRunner:
 
     Attributes:
         rows: Sends the rows.
-        warnings: Messages about batches that may not end within their windows, by id.
-        verdicts: Number of open batches, by the verdict on their windows.
+        warnings: Messages about batches that will not end within their windows, by id.
     """
 
     def __init__(
@@ -171,16 +188,8 @@ class BatchRunner:
         **options: Any,
     ) -> None:
         self._changed = asyncio.Event()
-        self.rows = Runner(client, changed=self._changed.set, paced=self._measure, again_s=tick_s, **options)
+        self.rows = Runner(client, changed=self._changed.set, again_s=tick_s, **options)
         self.warnings: dict[str, str] = {}
-        self.verdicts: Counter[Verdict] = Counter()
-        self._profiles = {model: DayProfile(hours) for model, hours in store.capacity().items()}
-        self._unsaved: set[str] = set()
-        self._latest: list[Batch] = []
-        self._forecast_at = float("-inf")
-        self._forecast_of: set[tuple[str, State]] = set()
-        self._told: set[tuple[str, Verdict]] = set()
-        self._shortest: dict[str, str] = {}
         self._store = store
         self._content = content
         self._client = client
@@ -190,7 +199,9 @@ class BatchRunner:
         self._clock = clock
         self._open: dict[str, OpenBatch] = {}
         self._validated: dict[str, int] = {}
-        self._meters: dict[str | None, Meter] = {}
+        self._rates: dict[tuple[str | None, str], RowRate] = {}
+        self._looked_at = clock()
+        self._told: set[str] = set()
         self._stale = True
         self._stopping = False
         self._group = asyncio.TaskGroup()
@@ -213,7 +224,7 @@ class BatchRunner:
         If `run` is cancelled instead, the next run sends the rows in flight again.
         """
         async with asyncio.TaskGroup() as self._group, self.rows:
-            background = [self._group.create_task(work()) for work in (self._tidy, self._save)]
+            tidying = self._group.create_task(self._tidy())
             while not self._stopping or self.rows.in_flight or any(one.busy for one in self._open.values()):
                 self._changed.clear()
                 if self._stale:
@@ -221,9 +232,7 @@ class BatchRunner:
                 if not self._stopping:
                     self._step()
                 await self._wait()
-            for task in background:
-                task.cancel()
-            await self._save_profiles()
+            tidying.cancel()
 
     async def _wait(self) -> None:
         # Work that was begun runs first.
@@ -241,7 +250,7 @@ class BatchRunner:
             logger.warning("batches: the database can't be read: %s", error)
             return
         found = {}
-        for batch in in_order(batches):
+        for batch in sorted(batches, key=lambda batch: batch.expires_at):
             one = found[batch.id] = self._open.get(batch.id) or OpenBatch(batch, self._write)
             if batch.id not in busy:
                 one.batch = batch
@@ -249,82 +258,39 @@ class BatchRunner:
         tenants = {batch.tenant for batch in batches}
         self.rows.keep(tenants)
         self._validated = {tenant: turn for tenant, turn in self._validated.items() if tenant in tenants}
-        seen = {(one.id, one.state) for one in batches}
-        if seen != self._forecast_of or self._clock() - self._forecast_at >= WARN_S:
-            await self._forecast()
-            self._forecast_of, self._forecast_at = seen, self._clock()
+        self._warn()
 
-    async def _forecast(self) -> None:
-        """Find the batches that may not end in time; each warning is logged once."""
-        try:
-            latest = await asyncio.to_thread(self._store.latest_batches, int(self._clock() - LATEST_S))
-        except DatabaseError as error:
-            logger.warning("batches: no forecast, the database can't be read: %s", error)
-            return
-        groups: dict[str, list[Batch]] = {}
-        for one in self._open.values():
-            groups.setdefault(self._profile_of(one.batch), []).append(one.batch)
-        self.verdicts.clear()
-        warnings = {}
-        searches = NEW_WARNINGS
-        for model, batches in groups.items():
-            queue = self._queue(model, batches, latest)
-            outlooks = queue.outlooks()
-            for batch in batches:
-                if outlook := outlooks.get(batch.id):
-                    self.verdicts[outlook.verdict] += 1
-                    if outlook.verdict in ("late", "unsure") and batch.id not in self._shortest and searches:
-                        searches -= 1
-                        self._shortest[batch.id] = queue.shortest(batch, MAX_WINDOW_S)
-                    if outlook.message:
-                        warnings[batch.id] = self._warning(batch, outlook)
-        self.warnings = warnings
-        self._told = {(id, verdict) for id, verdict in self._told if id in self._open}
-        self._shortest = {id: words for id, words in self._shortest.items() if id in warnings}
+    def _warn(self) -> None:
+        """Find the batches that end too late at the rate of their tenant; each is logged once.
 
-    def _warning(self, batch: Batch, outlook: Outlook) -> str:
-        """Return the message about a batch; a new one goes to the log."""
-        if outlook.verdict == "unknown":
-            return outlook.message
-        message = "; ".join(filter(None, (outlook.message, self._shortest.get(batch.id))))
-        if (batch.id, outlook.verdict) not in self._told:
-            self._told.add((batch.id, outlook.verdict))
-            logger.warning("%s: %s", batch.id, message)
-        return message
-
-    def foresee(self, batch: Batch, size: int) -> tuple[Batch, Outlook]:
-        """Return a new batch with its estimates, and its outlook. May be called in any thread.
-
-        Args:
-            batch: The batch, which isn't stored yet.
-            size: Bytes of its input.
-
-        Raises:
-            OSError: The input can't be read.
-            DatabaseError: The database fails.
+        A batch waits for the batches of its tenant and model with earlier deadlines.
         """
-        try:
-            found = sketch(self._content.path(batch.input_file), batch.endpoint, size)
-        except ContentLostError:
-            # The validation reports it.
-            return batch, Outlook("unknown")
-        batch = replace(batch, work=found.work, model=found.model)
-        model = self._profile_of(batch)
-        batches = [one for one in self._store.open_batches() if self._profile_of(one) == model]
-        latest = self._store.latest_batches(int(self._clock() - LATEST_S))
-        queue = self._queue(model, [*batches, batch], latest)
-        outlook = queue.outlook_of_new(batch, MAX_WINDOW_S)
-        return replace(batch, promised=outlook.verdict == "holds"), outlook
-
-    def _queue(self, model: str, batches: list[Batch], latest: list[Batch]) -> Queue:
         now = self._clock()
-        demand = RowDemand([one for one in latest if self._profile_of(one) == model], now)
-        profile = self._profiles.get(model)
-        return Queue(batches, profile.ahead(now) if profile else None, demand, now)
-
-    def _profile_of(self, batch: Batch) -> str:
-        """Return the name of the profile of a batch: its model; empty: it has several models."""
-        return (self._client.base_of(batch.model) if batch.model else None) or ""
+        passed_s, self._looked_at = max(0.0, now - self._looked_at), now
+        ahead: Counter[tuple[str | None, str]] = Counter()
+        warnings = {}
+        for one in self._open.values():
+            batch, turn = one.batch, (one.base, one.tenant)
+            if batch.state != "in_progress":
+                continue
+            one.rate = self._rates.setdefault(turn, RowRate())
+            if turn not in ahead:
+                one.rate.work(passed_s)
+            ahead[turn] += batch.total - batch.completed - batch.failed
+            rate, left_s = one.rate.per_s, max(0.0, batch.expires_at - now)
+            if rate is None or ahead[turn] <= rate * left_s:
+                continue
+            warnings[batch.id] = (
+                "This batch will end after its completion_window: "
+                f"{ahead[turn]} rows are left, with the rows of your batches for this model that go before, "
+                f"{rate:.3g} of them ended per second in the last hour, "
+                f"and the window ends in {left_s / HOUR_S:.1f} h. Cancel a batch that can wait"
+            )
+            if batch.id not in self._told:
+                logger.warning("%s: %s", batch.id, warnings[batch.id])
+        self.warnings = warnings
+        self._told = self._told & self._open.keys() | warnings.keys()
+        self._rates = {turn: rate for turn, rate in self._rates.items() if turn in ahead}
 
     def _step(self) -> None:
         """Begin all work that can begin now."""
@@ -370,7 +336,6 @@ class BatchRunner:
         for (base, _), one in (heads | due).items():
             if one.due or one.rows:
                 ready.setdefault(base, []).append(one)
-                one.meter = self._meter(base)
         for base, runs in ready.items():
             self.rows.fill(base, runs)
 
@@ -433,7 +398,6 @@ class BatchRunner:
                 "in_progress",
                 self._now(),
                 total=found.total,
-                work=found.work,
                 model=found.model,
             )
 
@@ -470,36 +434,8 @@ class BatchRunner:
         batch = await asyncio.to_thread(self._store.batch, batch.id)
         await finished(close, self._store, self._content, batch, self._now())
 
-    def _rows_wait(self, base: str | None) -> bool:
-        """Return whether a model has rows that haven't been taken."""
-        return any(one.base == base and one.takes_rows and not one.exhausted for one in self._open.values())
-
     def _write(self, id: str, results: Sequence[Result]) -> None:
         record(self._store, self._content, id, results)
-
-    def _meter(self, base: str | None) -> Meter:
-        return self._meters.setdefault(base, Meter(self._clock))
-
-    def _measure(self, base: str | None, busy: bool) -> None:
-        """Measure the capacity of a model's engines for batches."""
-        waiting = busy and self._rows_wait(base)
-        work, seconds = self._meter(base).look(waiting, self.rows.in_flight_of(base))
-        if seconds:
-            self._profiles.setdefault(base or "", DayProfile()).add(work, seconds, self._clock())
-            self._unsaved.add(base or "")
-
-    async def _save(self) -> None:
-        while True:
-            await asyncio.sleep(SAVE_S)
-            await self._save_profiles()
-
-    async def _save_profiles(self) -> None:
-        for model in list(self._unsaved):
-            try:
-                await asyncio.to_thread(self._store.keep_capacity, model, self._profiles[model].hours)
-                self._unsaved.discard(model)
-            except DatabaseError as error:
-                logger.warning("batches: the capacity of the engines can't be stored: %s", error)
 
     async def _tidy(self) -> None:
         while True:

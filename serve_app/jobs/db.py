@@ -54,7 +54,7 @@ TYPES: dict[Any, sa.types.TypeEngine[Any]] = {
 }
 """Types of columns, by the types of fields."""
 
-VERSION = 8
+VERSION = 9
 """Version of the tables; a change of them counts it up."""
 
 METADATA = sa.MetaData()
@@ -101,13 +101,3 @@ FINISHED = sa.Table(
 
 WITHOUT_FILE = sa.Table("contents_without_file", METADATA, sa.Column("id", sa.Text(), primary_key=True))
 """Contents that may exist without a file: of uploads that are being added, and of files that were deleted."""
-
-CAPACITY = sa.Table(
-    "capacity",
-    METADATA,
-    sa.Column("model", sa.Text(), primary_key=True),
-    sa.Column("hour", sa.Integer(), primary_key=True, autoincrement=False),
-    *(sa.Column(name, sa.Double(), nullable=False) for name in ("work", "seconds", "at")),
-    sa.Column("error", sa.Double()),
-)
-"""Capacity of the engines of each model, by hour of day."""

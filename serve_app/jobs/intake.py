@@ -4,9 +4,8 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from hashlib import blake2b
-from itertools import islice
 from typing import Any, NamedTuple
 from urllib.parse import unquote_to_bytes
 
@@ -18,8 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
 from serve_app.jobs.content import Contents, Draft, Input
-from serve_app.jobs.plan import SLICE_BYTES, SLICE_LINES, InputLine, Planner, RowPlan, read_lines
-from serve_app.jobs.rows import bound_of
+from serve_app.jobs.plan import InputLine, Planner, RowPlan, read_lines
 from serve_app.settings.batches import BatchesSettings
 
 ENCODED_NAME = re.compile(rb";\s*filename\*\s*=\s*utf-8'[^']*'([^;\s]+)", re.IGNORECASE)
@@ -291,27 +289,13 @@ class Findings(NamedTuple):
         total: Number of rows.
         model: The model of all rows; None: the rows name several models.
         errors: OpenAI's errors; empty: the file is valid.
-        work: Bound of the work of all rows; see `rows.bound_of`.
         plan: The plan of the rows; None: the file isn't valid.
     """
 
     total: int
     model: str | None
     errors: list[JSON]
-    work: float = 0.0
     plan: RowPlan | None = None
-
-
-class Sketch(NamedTuple):
-    """An estimate for all rows of a file, from its first rows.
-
-    Attributes:
-        work: Bound of the work of all rows; see `rows.bound_of`.
-        model: The model of the first rows; None: they name several models, or no readable one.
-    """
-
-    work: float
-    model: str | None
 
 
 def batch_error(code: str, message: str, *, line: int | None = None, param: str | None = None) -> JSON:
@@ -342,31 +326,7 @@ def validate(path: Input, endpoint: str, models: Collection[str], limits: Batche
         check.errors.append(batch_error("empty_file", "The file has no rows"))
     model = next(iter(check.models)) if len(check.models) == 1 else None
     plan = None if check.errors else check.planner.finish()
-    return Findings(check.total, model, check.errors, check.work, plan)
-
-
-def sketch(path: Input, endpoint: str, size: int) -> Sketch:
-    """Estimate the work and the model of a file, in much less time than its validation takes.
-
-    Args:
-        path: The file; its first 128 lines are read, at most a MiB.
-        endpoint: The endpoint of its batch.
-        size: Bytes of the whole file.
-
-    Raises:
-        ContentLostError: The file is gone.
-    """
-    work, end, models = 0.0, 1, set()
-    for line in islice(read_lines(path, SLICE_BYTES), SLICE_LINES):
-        end = line.offset + (SLICE_BYTES if line.text is None else len(line.text)) + 1
-        with suppress(ValueError, TypeError, KeyError, AttributeError):
-            body = from_json(line.text or b"")["body"]
-            work += bound_of(endpoint, body, len(line.text or b""))
-            models.add(body.get("model"))
-        if end >= SLICE_BYTES:
-            break
-    model = models.pop() if len(models) == 1 else None
-    return Sketch(work * size / end, model if isinstance(model, str) else None)
+    return Findings(check.total, model, check.errors, plan)
 
 
 class _Check:
@@ -376,7 +336,6 @@ class _Check:
         self.total = 0
         self.errors: list[JSON] = []
         self.models: set[str] = set()
-        self.work = 0.0
         self.planner = Planner()
         self._endpoint = endpoint
         self._served = models
@@ -423,7 +382,6 @@ class _Check:
         if not isinstance(body, dict):
             self._add(line, "invalid_type", "body must be a JSON object", "body")
             return
-        self.work += bound_of(self._endpoint, body, len(line.text or b""))
         if not self.errors:
             self.planner.add(line, body)
         self._model(line, body)

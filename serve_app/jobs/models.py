@@ -82,8 +82,6 @@ class Batch:
         api_key: Name of the API key that created it; empty: no key.
         rights: The key's rights at the creation of the batch, see `KeyRules.rights`; empty: the rights that
             the key has now.
-        work: Bound of the work of all rows, see `rows.bound_of`; until they are validated, an estimate.
-        promised: Whether the forecast at its creation promised an end within its window.
     """
 
     id: str
@@ -120,8 +118,6 @@ class Batch:
     reasoning_tokens: int = 0
     api_key: str = ""
     rights: JSON = field(default_factory=dict)
-    work: float = 0.0
-    promised: bool = False
 
 
 class Counts(NamedTuple):

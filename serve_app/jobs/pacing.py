@@ -168,9 +168,6 @@ WINDOW_S = 60.0
 LEAST_S = 1.0
 """Seconds after which a first rate is known."""
 
-LONGEST_S = 120.0
-"""Seconds between two looks beyond which nothing is measured: the machine slept, or its clock was set."""
-
 
 class Rate:
     """Rows per second, over the last minute that had rows.
@@ -215,49 +212,3 @@ class Rate:
         since, before = self._marks[0]
         if now - since >= LEAST_S and self.total > before:
             self._last = (self.total - before) / (now - since)
-
-
-class Meter:
-    """Measures the work that engines do for batches while rows wait.
-
-    While no rows wait, the rate shows the demand and not the capacity. When rows begin to wait, the rows in
-    flight were sent earlier: measurement begins once as many rows have ended as were in flight.
-
-    Args:
-        clock: Clock, in seconds.
-    """
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._last = clock()
-        self._rows = 0
-        self._work = 0.0
-        self._settling: int | None = None
-
-    def add(self, rows: int, work: float) -> None:
-        """Count rows that have ended."""
-        self._rows += rows
-        self._work += work
-
-    def look(self, waiting: bool, in_flight: int) -> tuple[float, float]:
-        """Return the work measured since the last look, and its seconds; 0, 0: nothing was measured.
-
-        Args:
-            waiting: Whether rows wait because the engines are full.
-            in_flight: Rows in flight.
-        """
-        now = self._clock()
-        since_s = now - self._last
-        measured = 0.0, 0.0
-        if not waiting:
-            self._settling = None
-        elif self._settling is None:
-            self._settling = in_flight
-        elif self._settling > 0:
-            self._settling -= self._rows
-        elif since_s == 0:
-            return measured
-        elif 0 < since_s <= LONGEST_S:
-            measured = self._work, since_s
-        self._rows, self._work, self._last = 0, 0.0, now
-        return measured

@@ -26,7 +26,6 @@ from serve_app.api.scheduling import Scheduling, SchedulingFields, scheduling_of
 from serve_app.ingress.body import small_body
 from serve_app.jobs.content import Contents
 from serve_app.jobs.errors import ContentLostError, InUseError, NotFoundError, StateError, TooManyError
-from serve_app.jobs.forecast import REFUSED, Outlook
 from serve_app.jobs.intake import ENDPOINTS, FileUpload, PendingUploads, bad_request, receive
 from serve_app.jobs.models import (
     MAX_WINDOW_S,
@@ -64,10 +63,6 @@ WINDOW = re.compile(r"([1-9][0-9]{0,3})([hd])")
 
 Limits = Callable[[str], BatchesSettings]
 """Returns the limits on the files and batches of an API key, by its name."""
-
-Foresee = Callable[[Batch, int], tuple[Batch, Outlook]]
-"""Returns a new batch with its estimates, and its outlook, from the batch and the bytes of its input. Any
-thread may call it."""
 
 
 class ExpiresAfter(BaseModel):
@@ -117,8 +112,6 @@ class BatchAPI:
         rights: Returns the rights of the batches that an API key creates, by its name; see `KeyRules.rights`.
         scheduling: Returns the tenant and weight of a request; a tenant sees only its own files and batches.
         warnings: Returns messages about batches, by id.
-        foresee: Returns the outlook of a new batch; see `BatchRunner.foresee`.
-        refuse: Whether to refuse a batch whose window surely doesn't hold.
         clock: Seconds since the epoch.
     """
 
@@ -132,8 +125,6 @@ class BatchAPI:
         rights: Callable[[str], JSON] = lambda key: {},
         scheduling: Callable[[Request], Scheduling] = request_scheduling,
         warnings: Callable[[], Mapping[str, str]] = dict,
-        foresee: Foresee = lambda batch, size: (batch, Outlook("unknown")),
-        refuse: bool = False,
         clock: Clock = time.time,
     ) -> None:
         self._store = store
@@ -143,12 +134,8 @@ class BatchAPI:
         self._rights = rights
         self._scheduling = scheduling
         self._warnings = warnings
-        self._foresee = foresee
-        self._refuse = refuse
         self._clock = clock
         self._pending = PendingUploads()
-        # One at a time: each promise counts in the next forecast.
-        self._promising = asyncio.Lock()
         # A separate pool: the loop's threads may be busy with the input and the end of large batches.
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="batches-api")
 
@@ -315,13 +302,9 @@ class BatchAPI:
             if file.purpose != "batch":
                 message = f'input_file_id: the purpose of {file.id!r} is not "batch"'
                 raise bad_request(message, "input_file_id")
-            async with self._promising:
-                batch, outlook = await self._run(self._foresee, batch, file.bytes)
-                if self._refuse and outlook.verdict in REFUSED:
-                    raise bad_request(f"completion_window: {outlook.message}", "completion_window")
-                forgotten = await self._run(
-                    self._store.add_batch, batch, limits.max_open_batches, limits.max_batches
-                )
+            forgotten = await self._run(
+                self._store.add_batch, batch, limits.max_open_batches, limits.max_batches
+            )
         except NotFoundError:
             message = f"input_file_id: there is no file {body.input_file_id!r}"
             raise bad_request(message, "input_file_id") from None
@@ -330,7 +313,7 @@ class BatchAPI:
             raise bad_request(f"{error}; wait until a batch has ended, or cancel a batch") from None
         await self._run(self._delete_contents, forgotten)
         self._notice()
-        return JSONResponse(batch_object(batch, outlook.message))
+        return JSONResponse(batch_object(batch))
 
     async def _list_batches(self, request: Request) -> Response:
         after = request.query_params.get("after")

@@ -1,4 +1,4 @@
-"""Rows of a batch: the body that is sent, the result, and their work in tokens."""
+"""Rows of a batch: the body that is sent, the answer, and the result."""
 
 from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple, Protocol
@@ -12,24 +12,6 @@ from serve_app.jobs.pacing import EngineLoad
 
 MOST = 1 << 40
 """Larger numbers are not token counts."""
-
-PROMPT = 0.5
-"""Work of a token of a prompt, in tokens of an answer. A row of P and N tokens, beside n rows,
-takes an engine P * per_prefill_token_ms + N * (base_ms / n + per_sequence_ms): with 100 to 256 rows, a token
-of a prompt takes 0.4 to 0.6 times as long as a token of an answer (`serve_app/simulation/profiles.py`)."""
-
-ROW = 1.0
-"""Work of a row beside its tokens: some answers report no tokens."""
-
-BYTES = 4
-"""Approximate bytes of a row's line per token of its prompt."""
-
-USUAL_OUTPUT = 512
-"""Bound of an answer without a stated bound, in tokens."""
-
-BOUNDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-
-WITHOUT_OUTPUT = frozenset({"/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/classify"})
 
 
 class RowTokens(NamedTuple):
@@ -66,30 +48,6 @@ def tokens_of(answer: Any) -> RowTokens:
         _number(usage.get(written)),
         _number(_part(usage, f"{written}_details").get("reasoning_tokens")),
     )
-
-
-def work_of(rows: int, tokens: RowTokens) -> float:
-    """Return the work of rows that were run, in tokens of an answer.
-
-    Unlike rows per second, work per second is about the same for short rows and for long ones; so a rate
-    measured with one batch predicts the rate of another.
-    """
-    return ROW * rows + PROMPT * max(0, tokens.input_tokens - tokens.cached_tokens) + tokens.output_tokens
-
-
-def bound_of(endpoint: str, body: JSON, size: int) -> float:
-    """Return the work of a row whose answer is as long as allowed.
-
-    Args:
-        endpoint: The endpoint of its batch.
-        body: Its body, which may be invalid.
-        size: Bytes of its line.
-    """
-    output = 0
-    if endpoint not in WITHOUT_OUTPUT:
-        stated = [number for name in BOUNDS if (number := _number(body.get(name)))]
-        output = min(stated, default=USUAL_OUTPUT) * max(1, min(_number(body.get("n")), 128))
-    return ROW + PROMPT * size / BYTES + output
 
 
 def together(tokens: Iterable[RowTokens]) -> RowTokens:

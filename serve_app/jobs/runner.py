@@ -11,7 +11,7 @@ from typing import ParamSpec, Self, TypeVar
 
 from serve_app.client import Backoff
 from serve_app.jobs.errors import RunError
-from serve_app.jobs.pacing import BINDING, Auto, Concurrency, Rate
+from serve_app.jobs.pacing import Auto, Concurrency, Rate
 from serve_app.jobs.rows import Result, Row, RowClient
 from serve_app.jobs.scheduler import BatchRun, Places
 from serve_app.jobs.sender import Sender
@@ -24,9 +24,6 @@ T = TypeVar("T")
 Done = tuple[BatchRun, Row, Result]
 """A row that has its result."""
 
-Paced = Callable[[str | None, bool], None]
-"""Takes a model, or None for several, and whether its engines were filled with rows."""
-
 
 @dataclass(slots=True, eq=False)
 class ModelRows:
@@ -38,14 +35,12 @@ class ModelRows:
         concurrency: Limit on the rows that have a place, and on each tenant's rows in flight.
         places: The places of the rows.
         sender: Sends the rows.
-        full: Whether nearly all places were taken when places were last given.
         pacing: The task that adapts the limit to the load of the engines, while rows are in flight.
     """
 
     concurrency: Concurrency
     places: Places
     sender: Sender
-    full: bool = False
     pacing: asyncio.Task[None] | None = None
 
 
@@ -67,7 +62,6 @@ class Runner:
         gather_s: Seconds for which results are gathered, to be recorded together.
         again_s: Seconds after which results that couldn't be recorded are recorded again.
         changed: Called when new work may begin.
-        paced: Called after each look at the load of the engines.
 
     Attributes:
         rate: Rows that got their results here.
@@ -86,7 +80,6 @@ class Runner:
         gather_s: float = 0.0,
         again_s: float = 1.0,
         changed: Callable[[], None],
-        paced: Paced = lambda base, busy: None,
     ) -> None:
         self.rate = Rate()
         self.failed = 0
@@ -99,7 +92,6 @@ class Runner:
         self._gather_s = gather_s
         self._again_s = again_s
         self._changed = changed
-        self._paced = paced
         self._models: dict[str | None, ModelRows] = {}
         self._results: list[Done] = []
         self._unwritten: dict[BatchRun, list[Done]] = {}
@@ -159,8 +151,6 @@ class Runner:
         model = self._model(base)
         for run, row in model.places.fill(runs):
             self._group.create_task(self._run_row(model, run, row))
-        # Measured here, since places that became free before this call could not be taken yet.
-        model.full = model.places.used >= BINDING * model.concurrency.limit
         if model.places.in_flight and (model.pacing is None or model.pacing.done()):
             model.pacing = self._group.create_task(self._pace(base, model))
 
@@ -263,13 +253,9 @@ class Runner:
             except Exception as error:
                 logger.debug("the load of the engines is not known: %r", error, exc_info=True)
                 load = None
-            limit = model.concurrency.limit
             # Rows count until their results are recorded: a slow disk records more of them at once.
             model.concurrency.observe(load, model.places.used)
             self._changed()
-            # While the limit grows, the engines have room.
-            busy = model.concurrency.limit <= limit or (load is not None and load.waiting > 0)
-            self._paced(base, busy and model.full)
 
 
 async def finished(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -151,8 +151,6 @@ class BatchService:
             rights=rules.rights,
             scheduling=_scheduling,
             warnings=lambda: self._runner.warnings,
-            foresee=self._runner.foresee,
-            refuse=settings.deadlines == "refuse",
         )
         self._app = api.app()
         self._running = asyncio.create_task(self._runner.run())
@@ -230,8 +228,7 @@ class BatchService:
             rows_per_s=round(rate, 3) if summary.rows else 0.0,
             eta_s=round(summary.rows / rate, 1) if summary.rows and rate else None,
             oldest_s=0 if summary.oldest is None else max(0, int(time.time()) - summary.oldest),
-            late=runner.verdicts["late"],
-            unsure=runner.verdicts["unsure"],
+            late=len(runner.warnings),
             files=summary.files,
             bytes=summary.bytes,
         ).body()

@@ -13,17 +13,13 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from serve_app.api.protocol import JSON
 from serve_app.jobs.content import FOLDER
-from serve_app.jobs.db import BATCHES, CAPACITY, FILES, FINISHED, METADATA, VERSION, WITHOUT_FILE
+from serve_app.jobs.db import BATCHES, FILES, FINISHED, METADATA, VERSION, WITHOUT_FILE
 from serve_app.jobs.errors import InUseError, NotFoundError, StateError, StoreError, TooManyError
 from serve_app.jobs.failpoints import reach
-from serve_app.jobs.forecast import Hour
 from serve_app.jobs.models import ENDED, OPEN, TRANSITIONS, Batch, Counts, File, Page, State, Summary
 from serve_app.system.database import open_database
 
 T = TypeVar("T")
-
-LATEST = 1000
-"""Most batches from which the demand of tenants is estimated."""
 
 ASKED = 500
 """Most values in a list of a query: databases limit the parameters of a query."""
@@ -287,32 +283,6 @@ class Store:
         self.check_owner()
         return [_item(Batch, row) for row in self._database.rows(OPEN_BATCHES)]
 
-    def latest_batches(self, since: int) -> list[Batch]:
-        """Return the latest batches of all tenants, including ended batches.
-
-        Args:
-            since: The earliest creation, in seconds since the epoch.
-        """
-        latest = sa.select(BATCHES).where(BATCHES.c.created_at >= since)
-        query = latest.order_by(BATCHES.c.number.desc()).limit(LATEST)
-        return [_item(Batch, row) for row in self._database.rows(query)]
-
-    def capacity(self) -> dict[str, list[Hour]]:
-        """Return the measured capacity of the engines, by model."""
-        found: dict[str, list[Hour]] = {}
-        for row in self._database.rows(sa.select(CAPACITY)):
-            found.setdefault(row["model"], []).append(_item(Hour, row))
-        return found
-
-    def keep_capacity(self, model: str, hours: Sequence[Hour]) -> None:
-        """Store the measured capacity of a model, in place of the stored values of these hours."""
-        values = [{"model": model} | _values(one) for one in hours]
-        with self._transaction() as db:
-            add = _insert(db, CAPACITY)
-            changed = {name: add.excluded[name] for name in ("work", "seconds", "at", "error")}
-            if values:
-                db.execute(add.on_conflict_do_update(index_elements=["model", "hour"], set_=changed), values)
-
     def summary(self) -> Summary:
         """Return the totals of the open batches and of the stored files of all tenants."""
         unfinished = sa.func.sum(BATCHES.c.total - BATCHES.c.completed - BATCHES.c.failed)
@@ -345,7 +315,6 @@ class Store:
         *,
         total: int | None = None,
         model: str | None = None,
-        work: float = 0.0,
         errors: Sequence[JSON] = (),
     ) -> Batch:
         """Move a batch to another state that isn't final; return the batch.
@@ -358,7 +327,6 @@ class Store:
             now: Time of the change, in seconds since the epoch.
             total: Number of rows, if they were validated now.
             model: The model of all rows, if they were validated now; None: they name several models.
-            work: Bound of the work of all rows, if they were validated now.
             errors: New errors of the batch as a whole.
 
         Raises:
@@ -366,7 +334,7 @@ class Store:
         """
         changes: dict[str, Any] = {}
         if total is not None:
-            changes |= {"total": total, "model": model, "work": work}
+            changes |= {"total": total, "model": model}
         if errors:
             changes["errors"] = list(errors)
         with self._transaction() as db:
@@ -526,7 +494,7 @@ def _insert(db: Connection, table: sa.Table) -> Any:
     return (postgresql if db.dialect.name == "postgresql" else sqlite).insert(table)
 
 
-def _values(item: File | Batch | Hour) -> dict[str, Any]:
+def _values(item: File | Batch) -> dict[str, Any]:
     return {field.name: getattr(item, field.name) for field in fields(item)}
 
 

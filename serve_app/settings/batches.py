@@ -1,7 +1,7 @@
 """Settings of files and batches."""
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import (
     AfterValidator,
@@ -71,13 +71,6 @@ class BatchesSettings(Strict):
     )
     max_rows_in_flight: Positive = Field(
         default=1024, description="Most rows at the engines of one model at once."
-    )
-    deadlines: Literal["warn", "refuse"] = Field(
-        default="warn",
-        description=(
-            "Treatment of a new batch that surely can't end within its completion window: `warn` adds a note "
-            "to its `warnings`, `refuse` answers 400 with the shortest possible window."
-        ),
     )
 
     @model_validator(mode="after")

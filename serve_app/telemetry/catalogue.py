@@ -233,7 +233,10 @@ BATCHES_LEFT = Metric(
     (),
 )
 BATCHES_LATE = Metric(
-    "saturate_batches_late", "gauge", "Open batches that will not end within their completion_window", ()
+    "saturate_batches_late",
+    "gauge",
+    "Open batches that will not end within their completion_window at the rate of the last hour",
+    (),
 )
 BATCHES_BYTES = Metric("saturate_batches_file_bytes", "gauge", "Bytes of all stored files", ())
 

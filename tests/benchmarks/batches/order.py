@@ -274,7 +274,7 @@ def _add_batch(store: Store, content: Contents, load: Load, planned: bool) -> No
     assert found.plan is not None, found.errors
     plan = found.plan if planned else in_order_of_input(found.plan)
     plan.keep(content, "b")
-    store.move("b", "in_progress", now, total=found.total, work=found.work, model=found.model)
+    store.move("b", "in_progress", now, total=found.total, model=found.model)
 
 
 def in_order_of_input(plan: RowPlan) -> RowPlan:

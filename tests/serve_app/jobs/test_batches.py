@@ -19,7 +19,7 @@ from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.client import Backoff
 from serve_app.jobs import failpoints, pacing
-from serve_app.jobs.batches import BatchRunner, OpenBatch
+from serve_app.jobs.batches import BatchRunner, OpenBatch, RowRate
 from serve_app.jobs.content import Content
 from serve_app.jobs.errors import NotFoundError
 from serve_app.jobs.key_rules import KeyRules
@@ -32,7 +32,6 @@ from tests.batcher.virtual import virtual
 from tests.progress import STILL_S
 from tests.serve_app.jobs.engine import USAGE, Engine, Served, custom_id_of
 from tests.serve_app.jobs.helpers import (
-    CHAT,
     DAY_S,
     NOW,
     batch_of,
@@ -186,34 +185,46 @@ async def test_batches_of_a_tenant_go_by_deadline_and_rows_in_flight_stay(tmp_pa
     assert max(engine.tries.values()) == 1
 
 
-async def test_what_the_engines_have_room_for_is_measured_and_kept(tmp_path: Path) -> None:
+async def test_a_batch_that_will_be_late_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine(lambda _: passed())
-    limit = Fixed(4)
-    limit.interval_s = 0.0
+    warned: dict[str, str] = {}
 
     def passed() -> int:
-        bench.now += 1.0
+        bench.now += 5.0
+        warned.update(bench.runner.warnings)
         return 200
 
-    rows = [row(str(number)) for number in range(300)]
-    fields: JSON = {"endpoint": CHAT, "expires_at": NOW + DAY_S, "created_at": NOW}
-    async with running(tmp_path, engine, concurrency=limit) as bench:
-        new = batch_of("new", "in-b", **fields)
-        bench.add("b", *rows)
-        assert "No promise" in bench.runner.foresee(new, 1000)[1].message
-        assert (await bench.ended("b")).promised is False
-    store, content = opened(tmp_path)
-    (hour,) = store.capacity()["demo"]
-    # A row takes a second; its work is that of three tokens in, two out, and itself.
-    assert hour.work / hour.seconds == pytest.approx(3 * 0.5 + 2 + 1, rel=0.2)
-    assert hour.seconds > 100
-    again = Bench(store, content, engine)
-    again.now += 400
-    size = len(text_of(*rows))
-    assert again.runner.foresee(replace(new, expires_at=NOW + DAY_S), size)[0].promised
-    late, outlook = again.runner.foresee(replace(new, expires_at=NOW + 900), 500 * size)
-    assert (late.promised, outlook.verdict) == (False, "late")
-    store.close()
+    async with running(tmp_path, engine, concurrency=Fixed(4)) as bench:
+        # A row takes 5 s, and earlier deadlines go first: the rows of "c" end after 5,600 s.
+        for id, rows, expires_s in (("a", 60, 3600), ("b", 60, 4000), ("c", 1000, 4500)):
+            bench.add(id, *(row(f"{id}{number}") for number in range(rows)), expires_at=NOW + expires_s)
+        await bench.until(lambda: bool(warned))
+        for id in ("a", "b"):
+            await bench.ended(id)
+        bench.store.move("c", "cancelling", NOW)
+        bench.runner.notice()
+        await bench.ended("c", state="cancelled")
+        await bench.until(lambda: not bench.runner.warnings)
+    assert warned.keys() == {"c"}
+    assert warned["c"].startswith("This batch will end after its completion_window: ")
+    assert caplog.text.count("c: This batch will end after its completion_window") == 1
+
+
+def test_a_rate_is_of_the_last_hour_and_none_before_a_minute() -> None:
+    rate = RowRate()
+    for second in range(20_000):
+        assert (rate.per_s is None) == (second < 60)
+        rate.rows += 2 if second < 10_000 else 1
+        rate.work(1.0)
+    assert rate.per_s == pytest.approx(1.0)
+    # The machine slept.
+    rate.work(30_000.0)
+    assert rate.per_s is None
+    waiting = RowRate()
+    waiting.work(3000.0)
+    assert waiting.per_s is None
+    waiting.work(590.0)
+    assert waiting.per_s == 0.0
 
 
 async def test_tenants_take_turns_at_validation(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from starlette.types import Message
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
 from serve_app.jobs.content import Content, DiskContent, Draft
-from serve_app.jobs.intake import FORM_BYTES, MAX_ERRORS, Findings, receive, sketch, validate
+from serve_app.jobs.intake import FORM_BYTES, MAX_ERRORS, Findings, receive, validate
 from tests.serve_app.jobs.helpers import CHAT, limits_of, on_disk, row, text_of
 
 BOUNDARY = "b0undary"
@@ -238,29 +238,3 @@ def test_memory_does_not_grow_with_the_bytes(tmp_path: Path) -> None:
     tracemalloc.stop()
     assert (found.total, found.errors) == (2_000, [])
     assert peak < 5_000_000
-
-
-def test_a_sketch_says_what_a_validation_would(tmp_path: Path) -> None:
-    rows = [row(f"row-{number:04}", **body(max_tokens=100 + number % 7)) for number in range(700)]
-    whole = check(tmp_path, *rows)
-    found = sketch(tmp_path / "in", CHAT, (tmp_path / "in").stat().st_size)
-    assert found.model == whole.model == "demo"
-    assert found.work == pytest.approx(whole.work, rel=0.02)
-
-
-def test_the_body_of_a_row_bounds_its_work(tmp_path: Path) -> None:
-    def work(endpoint: str = CHAT, **fields: Any) -> float:
-        return check(tmp_path, row("a", url=endpoint, **body(**fields)), endpoint=endpoint).work
-
-    short = work(max_tokens=10)
-    assert work(max_tokens=1010) == pytest.approx(short + 1000, abs=1)
-    assert work(max_completion_tokens=10, n=3) == pytest.approx(short + 20, abs=5)
-    assert work(max_tokens=10, user="x" * 8000) == pytest.approx(short + 1000, abs=5)
-    assert work() > short
-    assert work("/v1/embeddings", max_tokens=1000) < short + 10
-
-
-def test_a_sketch_of_what_can_not_be_read_has_no_model(tmp_path: Path) -> None:
-    for text in (b"", b"{", b"[1]", b'{"body": 7}', b'{"body": {"model": 7}}', b"x" * (2 << 20)):
-        (tmp_path / "in").write_bytes(text)
-        assert sketch(tmp_path / "in", CHAT, len(text)).model is None

@@ -21,7 +21,6 @@ from serve_app.jobs.pacing import (
     Auto,
     EngineLoad,
     Fixed,
-    Meter,
     Rate,
     engine_load,
 )
@@ -315,20 +314,3 @@ def test_a_rate_falls_while_no_rows_come() -> None:
     assert rate.per_s == pytest.approx(10)
     now = 20.0
     assert rate.per_s == pytest.approx(5)
-
-
-def test_work_is_measured_only_while_rows_wait() -> None:
-    now = 0.0
-    meter = Meter(lambda: now)
-
-    def look(waiting: bool) -> tuple[float, float]:
-        nonlocal now
-        now += 10.0
-        meter.add(4, 40.0)
-        return meter.look(waiting, 8)
-
-    assert [look(False) for _ in range(3)] == [(0.0, 0.0)] * 3
-    # The eight rows that were in flight when rows began to wait have to end first.
-    assert [look(True) for _ in range(5)] == [(0.0, 0.0)] * 3 + [(40.0, 10.0)] * 2
-    assert look(False) == (0.0, 0.0)
-    assert look(True) == (0.0, 0.0)

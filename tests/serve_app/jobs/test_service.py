@@ -1,21 +1,18 @@
 """The parts of the batches in one process."""
 
 import asyncio
-import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Literal
 
 import pytest
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
 
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.jobs import service as service_module
 from serve_app.jobs.errors import StoreError
-from serve_app.jobs.forecast import DAY_S, Hour
 from serve_app.jobs.service import BatchesMetrics, BatchService
 from serve_app.jobs.store import Store
 from serve_app.settings.batches import BatchesSettings
@@ -181,122 +178,6 @@ async def test_statistics_follow_the_rows(tmp_path: Path) -> None:
                 committed.clear()
             assert stats["rows"] == {"waiting": 0, "in_flight": 0, "completed": 2, "failed": 1}
             assert (stats["oldest_s"], stats["rows_per_s"]) == (0, 0)
-
-
-def slow(folder: Path) -> None:
-    """Leave a folder as a process does whose engines took their time with some batches, in each hour."""
-    store, content = opened(folder)
-    now = int(time.time())
-    store.keep_capacity("demo", [Hour(hour, 6.0, 600.0, now, 0.001) for hour in range(24)])
-    put(store, content, "file-past", text_of(row("x")), "default")
-    ended = {"state": "completed", "model": "demo", "total": 20, "completed": 20, "created_at": now - DAY_S}
-    work = {"work": 20 * 500.0, "output_tokens": 20 * 499}
-    for number in range(9):
-        store.add_batch(batch_of(f"past_{number}", "file-past", "default", **ended, **work), 100)
-    store.close()
-
-
-async def test_a_batch_that_will_be_late_says_so_at_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    slow(tmp_path)
-    fill(tmp_path, row("a"), row("b"), hours=1)
-    engine = Engine()
-    engine.go.clear()
-    async with running(tmp_path, engine) as service, asyncio.timeout(LIMIT_S):
-        await engine.until(lambda: engine.running == 2)
-        batch: JSON = {}
-        while "warnings" not in batch:
-            batch = from_json(await get(service, "/v1/batches/batch_1"))
-        assert "about 2 of its 2 rows would not run" in batch["warnings"][0]
-        assert "the shortest completion_window that holds from now on is" in batch["warnings"][0]
-        assert (batch["status"], batch["errors"]) == ("in_progress", None)
-        listed = from_json(await get(service, "/v1/batches"))["data"]
-        assert listed[0]["warnings"] == batch["warnings"]
-        stats = await service.stats()
-        assert (stats["late"], stats["unsure"]) == (1, 0)
-        engine.go.set()
-    assert caplog.text.count("batch_1: At the rate that live traffic has recently left to batches") == 1
-
-
-async def create(service: BatchService, window: str) -> tuple[int, JSON]:
-    """Return the status and the body of the answer to a new batch of `file-in`."""
-    fields = {"input_file_id": "file-in", "endpoint": CHAT, "completion_window": window}
-    request = RelayRequest("POST", "/v1/batches", b"", [], to_json(fields))
-    pieces = [unpack(message) async for message in service.relay(request)]
-    assert pieces[0].head is not None
-    return pieces[0].head.status, from_json(b"".join(piece.body for piece in pieces))
-
-
-@asynccontextmanager
-async def slowly_running(
-    folder: Path, deadlines: Literal["warn", "refuse"]
-) -> AsyncIterator[tuple[BatchService, Engine]]:
-    """Open a folder with `file-in` and a known rate; no row is answered."""
-    slow(folder)
-    store, content = opened(folder)
-    put(store, content, "file-in", text_of(row("a"), row("b")), "default")
-    store.close()
-    engine = Engine()
-    engine.go.clear()
-    settings = BatchesSettings(folder=str(folder), deadlines=deadlines)
-    async with asyncio.timeout(LIMIT_S):
-        service = await BatchService.open(settings, engine, {"demo"})
-        try:
-            yield service, engine
-        finally:
-            await service.close(0.0)
-
-
-def promises(folder: Path) -> list[bool]:
-    """Return of each open batch whether it was promised."""
-    store, _ = opened(folder)
-    found = [batch.promised for batch in store.open_batches()]
-    store.close()
-    return found
-
-
-def shortest(message: str) -> int:
-    """Return the hours of the shortest window that a message names."""
-    (hours,) = re.findall(r'the shortest completion_window that holds from now on is "(\d+)h"', message)
-    return int(hours)
-
-
-async def test_a_batch_that_will_be_late_is_refused_with_a_possible_window(tmp_path: Path) -> None:
-    async with slowly_running(tmp_path, "refuse") as (service, engine):
-        status, answer = await create(service, "1h")
-        error = answer["error"]
-        assert (status, error["type"], error["param"]) == (
-            400,
-            "invalid_request_error",
-            "completion_window",
-        )
-        assert "after the end of its completion_window" in error["message"]
-        status, answer = await create(service, f"{shortest(error['message'])}h")
-        assert (status, answer.get("warnings")) == (200, None)
-        await engine.until(lambda: engine.running == 2)
-    assert promises(tmp_path) == [True]
-
-
-async def test_a_new_batch_that_will_be_late_is_warned_of(tmp_path: Path) -> None:
-    async with slowly_running(tmp_path, "warn") as (service, _):
-        status, answer = await create(service, "1h")
-        assert status == 200
-        (message,) = answer["warnings"]
-        assert "after the end of its completion_window" in message
-        # The next one waits for what the first one has done until its window ends.
-        status, answer = await create(service, f"{shortest(message) + 24}h")
-        assert (status, answer.get("warnings")) == (200, None)
-    assert promises(tmp_path) == [False, True]
-
-
-async def test_what_fits_is_promised_to_one_of_two_that_come_at_once(tmp_path: Path) -> None:
-    async with slowly_running(tmp_path, "refuse") as (service, _):
-        window = f"{shortest((await create(service, '1h'))[1]['error']['message'])}h"
-        async with asyncio.TaskGroup() as group:
-            made = [group.create_task(create(service, window)) for _ in range(2)]
-        assert min(task.result()[0] for task in made) == 200
-    assert promises(tmp_path).count(True) == 1
 
 
 async def test_a_missing_variable_with_the_database_is_told(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_the_oldest_ended_batches_of_a_tenant_make_space_for_new_ones(store: Sto
 
 def test_a_batch_takes_the_ways_of_the_table_only(store: Store) -> None:
     store.add_batch(batch_of("b", "in"), 1)
-    moved = store.move("b", "in_progress", NOW + 1, total=3, model="demo", work=7.5)
+    moved = store.move("b", "in_progress", NOW + 1, total=3, model="demo")
     assert (moved.state, moved.in_progress_at, moved.total, moved.model) == (
         "in_progress",
         NOW + 1,

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.jobs.forecast import Hour
 from serve_app.jobs.models import Counts
 from serve_app.jobs.service import BatchService, _tell_end
 from serve_app.jobs.store import Store
@@ -27,7 +26,6 @@ CHANGES: dict[str, Callable[[Store], object]] = {
     "remove_excess": lambda store: store.remove_excess(0),
     "add_batch": lambda store: store.add_batch(batch_of("x", "in"), 9),
     "remove_expired_batches": lambda store: store.remove_expired_batches(NOW * 2, 0),
-    "keep_capacity": lambda store: store.keep_capacity("demo", [Hour(7)]),
     "move": lambda store: store.move("b", "cancelling", NOW),
     "end": lambda store: store.end("b", "failed", NOW),
     "batch_to_write": lambda store: store.batch_to_write("b"),
@@ -55,7 +53,6 @@ def test_a_store_that_was_taken_over_changes_nothing(call: str, tmp_path: Path) 
     assert second.batch("b") == first.batch("b") == batch_of("b", "in")
     assert second.noted_contents() == ["noted"]
     assert [file.id for file in second.files("anna").items] == ["free", "in"]
-    assert not second.capacity()
     CHANGES[call](second)
     for store in (first, second):
         store.close()

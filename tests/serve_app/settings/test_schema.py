@@ -240,7 +240,6 @@ def wrong_values() -> Iterator[tuple[str, str, list[Any]]]:
         ("batches.content", "must be an absolute path", ["here", ""]),
         ("batches.database", NO_DATABASE, ["mysql://x", "redis://x", "postgresql://"]),
         ("batches.retention_s", "", [3599]),
-        ("batches.deadlines", "", ["hope"]),
         ("usage.ledger.folder", "must be an absolute path", ["usage"]),
         ("usage.ledger.spool", "must be an absolute path", ["x"]),
         ("usage.ledger.format", "", ["csv"]),
@@ -424,7 +423,7 @@ def test_the_closest_keys_are_named() -> None:
     (line,) = mistakes(put({"models[0].engine.max_model_length": 4096}))
     assert line == "args.models[0].engine.max_model_length: unknown key; did you mean max_model_len?"
     (line,) = mistakes(put({"batches.lines": 5}))
-    assert line == "args.batches.lines: unknown key; did you mean max_lines or deadlines?"
+    assert line == "args.batches.lines: unknown key; did you mean max_lines?"
 
 
 def test_all_mistakes_are_reported_at_once() -> None:
