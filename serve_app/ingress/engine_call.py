@@ -60,9 +60,10 @@ its event loop is held. An engine that works sends a keep-alive within twice `KE
 TICKS = round(SILENCE_S / KEEPALIVE_S)
 """Looks in that time. A look that comes late, since this process was busy, decides nothing by itself."""
 
-LATE_S = 1.0
+LATE_S = 5.0
 """Seconds beyond its queue timeout in which an engine that is there may still take a request: it answers by
-itself, with the record's name, and counts the request among those that came too late."""
+itself, with the record's name and with the records that were in time, and counts the request among those that
+came too late. The event loop of an engine on a full machine can be late by seconds."""
 
 MAX_LOST = 3
 """The loss with this number is a request's result. Two engines may die one after the other of anything, and
