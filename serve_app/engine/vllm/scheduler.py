@@ -123,13 +123,14 @@ class _Room:
     Attributes:
         prompts: Tokens of rows' prompts that the step may still have.
         whole: Whether a part that can't be cut may exceed them.
+        images: Whether images of rows may be encoded.
         without: Rows that decode and are left out for time.
         left_out: Rows that were left out.
         given: Tokens of rows' prompts in the step.
     """
 
     def __init__(self) -> None:
-        self.prompts, self.whole = math.inf, False
+        self.prompts, self.whole, self.images = math.inf, False, True
         self.without: set[Any] = set()
         self.left_out = self.given = 0
 
@@ -160,6 +161,7 @@ class LiveFirst:
     requests: dict[str, Any]
     kv_cache_manager: Any
     kv_cache_config: Any
+    encoder_cache_manager: Any
     scheduler_config: Any
     vllm_config: Any
     lora_config: Any
@@ -168,11 +170,13 @@ class LiveFirst:
     block_size: int
     max_num_scheduled_tokens: int
     max_num_active_reqs: int
+    current_step: int
     num_waiting_for_streaming_input: int
     num_lookahead_tokens: int
     num_spec_tokens: int
     need_mamba_block_aligned_split: bool
     requires_kv_delivery: bool
+    is_encoder_decoder: bool
     scheduler_reserve_full_isl: bool
 
     clock = staticmethod(time.monotonic)
@@ -190,7 +194,7 @@ class LiveFirst:
         self._may_hold = alone and scheduler.async_scheduling
         self._spare_s = SUBMITS_S + (REMOTE_S if parallel.world_size > 1 else 0.0)
         self._room: _Room | None = None
-        self._aside: list[Any] = []  # rows that hold blocks and wait behind live requests
+        self._aside: list[tuple[Any, list[Any]]] = []  # requests that wait behind this step, by their queue
         self._submitted: deque[_Step] = deque()  # steps without an output yet
         self._ended_at = self._decided_at = self._row_at = self.clock()
         self._live_until = -math.inf
@@ -230,14 +234,18 @@ class LiveFirst:
     def schedule(self, *arguments: Any, **options: Any) -> Any:
         """Return the next step."""
         began = self.clock()
+        if self._adapters_crowd():
+            self._keep_slots()
         self._room = self._prepare(began)
         try:
             output = super().schedule(*arguments, **options)  # type: ignore[misc]
         finally:
             room, self._room = self._room, None
             self.max_num_active_reqs = self._most_active
-            while self._aside:
-                self.kv_holding_waiting.add_request(self._aside.pop())
+            for queue, requests in self._aside:
+                for each in requests:
+                    queue.add_request(each)
+            self._aside.clear()
         # A decision without work may come too late, too: no step follows an answer of one token.
         now = self._decided_at = self.clock()
         if room is not None:
@@ -266,7 +274,8 @@ class LiveFirst:
                 # The step had ended before the decision that was held back for it. So its time isn't known.
                 self._looks = LOOKS
             else:
-                took = now - max(step.at, self._ended_at)
+                # Behind other steps, a step ends one stage after them. Alone, it passes all stages.
+                took = min(now - self._ended_at, (now - step.at) / self._stages)
                 error = min(abs(took - self.times.predict(step.work)), took)
                 self._error_s += (error - self._error_s) / 32
                 self.times.learn(step.work, took)
@@ -305,11 +314,22 @@ class LiveFirst:
         return self._figures | {name: round(value) for name, value in learned.items()}
 
     def _try_schedule_encoder_inputs(
-        self, request: Any, computed: int, tokens: int, *arguments: Any, **options: Any
+        self, request: Any, computed: int, tokens: int, budget: float, **options: Any
     ) -> Any:
-        # vLLM takes whole images of the tokens that it gets here.
-        tokens = self._within(request, tokens, whole=math.inf)
-        return super()._try_schedule_encoder_inputs(request, computed, tokens, *arguments, **options)  # type: ignore[misc]
+        # vLLM encodes each image whole, and takes the tokens before those that have to wait.
+        room, encode = self._room, super()._try_schedule_encoder_inputs  # type: ignore[misc]
+        if room is None or request.priority <= 0:
+            return encode(request, computed, tokens, budget, **options)
+        tokens = self._within(request, tokens)
+        budget = min(budget, math.inf if room.whole else room.prompts) if room.images else 0
+        found = encode(request, computed, tokens, budget, **options)
+        encoded = _encoded(request, found[0])
+        if found[1] + encoded > room.prompts:
+            found = encode(request, computed, max(int(room.prompts - encoded), 1), budget, **options)
+            encoded = _encoded(request, found[0])
+        room.prompts -= encoded
+        room.given += encoded
+        return found
 
     def _mamba_block_aligned_split(self, request: Any, tokens: int, *arguments: Any) -> int:
         # The part ends with a block.
@@ -332,7 +352,7 @@ class LiveFirst:
             room.prompts -= tokens
             room.given += tokens
         if not tokens:
-            room.left_out += runs
+            room.left_out += runs and _unscheduled(request) > 0
             if not runs:
                 # All that wait behind it are rows.
                 self.max_num_active_reqs = 0
@@ -372,9 +392,7 @@ class LiveFirst:
         counts = output.num_scheduled_tokens
         context = sum(self.requests[each].num_computed_tokens for each in counts)
         encoded = sum(
-            self.requests[each].get_num_encoder_embeds(item)
-            for each, items in output.scheduled_encoder_inputs.items()
-            for item in items
+            _encoded(self.requests[each], items) for each, items in output.scheduled_encoder_inputs.items()
         )
         return Work(output.total_num_scheduled_tokens - len(counts) + encoded, len(counts), context)
 
@@ -399,17 +417,46 @@ class LiveFirst:
         self.running.sort()
         waiting = [self._measured(each) for each in live if self._may_run(each)]
         self._displace(waiting)
+        self._displace_images([*self.running, *(each.request for each in waiting)])
         if waiting and self.running:
             # vLLM begins them before all that wait without blocks. Alone, they run and free their blocks.
-            self._aside = [
-                each for each in self.kv_holding_waiting if each.priority > 0 and self._may_run(each)
-            ]
-            self.kv_holding_waiting.remove_requests(self._aside)
+            self._set_aside(
+                self.kv_holding_waiting,
+                [each for each in self.kv_holding_waiting if each.priority > 0 and self._may_run(each)],
+            )
         room = _Room()
+        # They share the budget and the cache of images, and rows that run are asked first.
+        room.images = not any(each.request.has_encoder_inputs for each in waiting)
         self._figures["bound_us"] = 0
         if now < self._live_until and self._may_bound and self.times.known:
             self._bound(room, waiting)
         return room
+
+    def _set_aside(self, queue: Any, requests: list[Any]) -> None:
+        """Take requests out of a queue until the step is decided."""
+        queue.remove_requests(requests)
+        self._aside.append((queue, requests))
+
+    def _keep_slots(self) -> None:
+        """Let no request begin whose adapter has no slot beside the adapters of all that run.
+
+        vLLM counts the adapters of a step alone. A request that runs may be in another stage of the pipeline,
+        wait for the cache of images, or be left out for time. More adapters than slots in a later step would
+        end the engine.
+        """
+        adapters = {_adapter(each) for each in self.running} - {None}
+        for queue in (self.kv_holding_waiting, self.waiting):
+            late = []
+            for each in queue:
+                adapter = _adapter(each)
+                if adapter is None or adapter in adapters:
+                    continue
+                if len(adapters) < self.lora_config.max_loras:
+                    adapters.add(adapter)
+                else:
+                    late.append(each)
+            if late:
+                self._set_aside(queue, late)
 
     def _promote(self) -> None:
         """Let the first row that waits count as live."""
@@ -458,12 +505,40 @@ class LiveFirst:
                 places += 1
             blocks += first
 
+    def _displace_images(self, requests: list[Any]) -> None:
+        """Preempt the youngest rows with images in vLLM's cache, as far as live requests need the space."""
+        cache, needed = self.encoder_cache_manager, 0
+        for each in requests:
+            item = self._next_image(each) if _is_live(each) else None
+            if item is None:
+                continue
+            while not cache.can_allocate(each, item, math.inf, needed):
+                row = next((row for row in reversed(self.running) if cache.get_cached_input_ids(row)), None)
+                if row is None or not self._preempt(row):
+                    return
+            needed += each.get_num_encoder_embeds(item)
+
+    def _next_image(self, request: Any) -> int | None:
+        """Return the number of the next image that vLLM has to encode for a request; None: there is none."""
+        if self.is_encoder_decoder:
+            # vLLM has no cache for such a model.
+            return None
+        cache, computed = self.encoder_cache_manager, request.num_computed_tokens
+        for number, each in enumerate(request.mm_features):
+            if each.mm_position.offset + each.mm_position.length > computed:
+                known = cache.get_cached_num_encoder_embeds(request, number) is not None
+                return None if known else number
+        return None
+
     def _preempt_youngest(self) -> bool:
         """Preempt the youngest row; False: there is none."""
-        row = self.running[-1] if self.running else None
-        if row is None or _is_live(row) or not self._request_blocks_can_be_freed(row):  # type: ignore[attr-defined]
+        return bool(self.running) and self._preempt(self.running[-1])
+
+    def _preempt(self, row: Any) -> bool:
+        """Preempt a running row; False: it is a live request, or it can't be preempted now."""
+        if _is_live(row) or not self._request_blocks_can_be_freed(row):  # type: ignore[attr-defined]
             return False
-        self.running.pop()
+        self.running.remove(row)
         self._preempt_request(  # type: ignore[attr-defined]
             row, time.monotonic(), drop_stale_output=self.requires_kv_delivery
         )
@@ -484,6 +559,9 @@ class LiveFirst:
             left = _unscheduled(each)
             if _is_live(each):
                 goals_s.append(self._goal_s(each))
+            if left <= 0 or self.current_step + 1 < each.next_decode_eligible_step:
+                # Its last step is still in the pipeline.
+                continue
             if not each.is_prefill_chunk:
                 drafts += left - 1
                 sequences += 1
@@ -495,11 +573,8 @@ class LiveFirst:
         prompts += sum(self._part(each.left) for each in waiting)
         usual_s = self._usual_s(Work(drafts, sequences, context))
         bound_s = min([usual_s, *filter(None, goals_s)])
-        crowded = self._adapters_crowd()
         # The oldest row stays in the step.
-        while len(rows) > 1 and not (crowded and _adapter(rows[-1]) is not None):
-            if self.times.predict(Work(drafts, sequences, context)) <= bound_s:
-                break
+        while len(rows) > 1 and self.times.predict(Work(drafts, sequences, context)) > bound_s:
             row = rows.pop()
             drafts -= _unscheduled(row) - 1
             sequences -= 1
@@ -537,11 +612,7 @@ class LiveFirst:
         return STEPS_TO_FIRST + self._stages - 1
 
     def _adapters_crowd(self) -> bool:
-        """Return whether the slots are too few for all adapters that were asked for.
-
-        vLLM counts the adapters of a step, and adds requests with further ones as far as there are slots. So
-        rows with adapters stay in the step then.
-        """
+        """Return whether the slots are too few for all adapters that were asked for."""
         if not self.lora_config:
             return False
         adapters = {_adapter(each) for each in self.requests.values()} - {None}
@@ -604,6 +675,11 @@ def _is_live(request: Any) -> bool:
 def _unscheduled(request: Any) -> int:
     """Return the tokens of a running request that no step has yet."""
     return int(request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens)
+
+
+def _encoded(request: Any, items: list[int]) -> int:
+    """Return the tokens of a request's images, by their numbers."""
+    return sum(int(request.get_num_encoder_embeds(each)) for each in items)
 
 
 def _adapter(request: Any) -> int | None:

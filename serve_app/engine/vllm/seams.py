@@ -201,6 +201,7 @@ SEAMS: dict[str, Seam] = {
         "kv_cache_config scheduler_config vllm_config lora_config observability_config max_model_len "
         "max_num_scheduled_tokens max_num_active_reqs num_waiting_for_streaming_input num_lookahead_tokens "
         "num_spec_tokens requires_kv_delivery scheduler_reserve_full_isl need_mamba_block_aligned_split "
+        "current_step is_encoder_decoder encoder_cache_manager "
         "return_sampling_mask aux_output_connector _mamba_block_aligned_split _try_schedule_encoder_inputs "
         "_reserve_prefill_lookahead _preempt_request _request_blocks_can_be_freed "
         "_update_request_with_output",
@@ -214,7 +215,13 @@ SEAMS: dict[str, Seam] = {
         FIRST + "; few messages are sent",
         "request_id priority status sampling_params lora_request structured_output_request resumable "
         "num_tokens num_tokens_with_spec num_computed_tokens num_prompt_tokens num_output_tokens "
-        "num_output_placeholders is_prefill_chunk has_encoder_inputs get_num_encoder_embeds __lt__",
+        "num_output_placeholders is_prefill_chunk has_encoder_inputs get_num_encoder_embeds "
+        "mm_features next_decode_eligible_step __lt__",
+    ),
+    "EncoderCacheManager": Seam(
+        "vllm.v1.core.encoder_cache_manager",
+        FIRST,
+        "can_allocate get_cached_input_ids get_cached_num_encoder_embeds",
     ),
     "RequestStatus": Seam(
         "vllm.v1.request", FIRST, "RUNNING WAITING_FOR_REMOTE_KVS WAITING_FOR_STREAMING_REQ"

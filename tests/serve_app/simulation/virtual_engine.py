@@ -1,7 +1,7 @@
 """vLLM's engine core on a simulated device, in this process and on a clock of the test."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -10,6 +10,7 @@ import vllm.envs
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
@@ -41,7 +42,10 @@ class VirtualEngine:
         cached: Tokens of each prompt that were in the prefix cache.
         host_s: Seconds that vLLM takes between two steps, the device idle or not.
         submit_s: Seconds that each of the two parts of a submission takes.
+        stages: Stages of the pipeline.
     """
+
+    stages = 1
 
     def __init__(self, time: Clock, engine: dict[str, Any] | None = None, **fields: Any) -> None:
         content = {"id": "demo", "simulate": NUMBERS | fields, "engine": engine or {}}
@@ -49,6 +53,8 @@ class VirtualEngine:
         self.time = time
         args.scheduler_cls = self._scheduler()
         config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+        # As an option, vLLM refuses it for an executor without workers.
+        config.parallel_config.pipeline_parallel_size = self.stages
         self.core = vllm_core.EngineCore(config, self._executor(), log_stats=True)
         self.tokens: dict[str, list[int]] = {}
         self.seen_at: dict[str, list[float]] = {}
@@ -68,6 +74,7 @@ class VirtualEngine:
         max_tokens: int,
         adapter: LoRARequest | None = None,
         priority: int = 0,
+        images: Sequence[MultiModalFeatureSpec] = (),
         **fields: Any,
     ) -> None:
         """Add a request."""
@@ -75,7 +82,7 @@ class VirtualEngine:
             max_tokens=max_tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA, **fields
         )
         asked = EngineCoreRequest(
-            name, prompt, None, params, None, time.time(), adapter, None, None, priority=priority
+            name, prompt, [*images], params, None, time.time(), adapter, None, None, priority=priority
         )
         self.core.add_request(*self.core.preprocess_add_request(asked))
         self.tokens[name], self.seen_at[name] = [], []

@@ -1,5 +1,6 @@
 """Engines on a simulated device with features of vLLM that such a device doesn't have by itself."""
 
+from collections import deque
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -10,9 +11,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
 )
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, KVConnectorOutput
 
+from serve_app.simulation.device import Device, Step, step_time
 from serve_app.simulation.vllm_executor import SimulatedExecutor
 from tests.fakes.clock import Clock
 from tests.serve_app.simulation.virtual_engine import VirtualEngine
@@ -32,6 +37,9 @@ STORE = {
     "kv_role": "kv_both",
 }
 """Options of `Loading`."""
+
+STAGES = 4
+"""Stages of the pipeline of `Stages`."""
 
 LOADS_S = 0.3
 """Seconds that the KV cache of a prompt takes from the store of `Stored`."""
@@ -165,11 +173,91 @@ class Loading(SimulatedExecutor):
         return KVConnectorOutput(finished_recving=loaded)
 
 
+class Pipeline(Device):
+    """A device of several stages, each with its share of a step; each stage is at another step."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._ends_at = [0.0] * STAGES
+
+    def submit(self, step: Step) -> float:
+        share, at = step_time(self.profile)(*step) / STAGES, self._clock()
+        for stage in range(STAGES):
+            self._ends_at[stage] = at = max(at, self._ends_at[stage]) + share
+        return at
+
+
+class Stages(SimulatedExecutor):
+    """A model whose layers stand on several devices, one behind the other."""
+
+    time: Clock
+
+    def _init_executor(self) -> None:
+        super()._init_executor()
+        self._device = Pipeline(self._device.profile, lambda: self.time.now, self.time.sleep)
+
+
+class Images(SimulatedExecutor):
+    """A model that reads images; a token of an image takes the time of one of a prompt to be encoded.
+
+    Attributes:
+        encodes: Tokens of images that a step encodes at most, and that the cache of images holds.
+    """
+
+    encodes = 2048
+
+    def _init_executor(self) -> None:
+        super()._init_executor()
+        self._images: dict[str, Any] = {}
+
+    def _submit(self, scheduled: Any) -> Any:
+        images = self._images
+        images |= {new.req_id: new.mm_features for new in scheduled.scheduled_new_reqs}
+        encoded = sum(
+            images[name][item].mm_position.get_num_embeds()
+            for name, items in scheduled.scheduled_encoder_inputs.items()
+            for item in items
+        )
+        batch = super()._submit(scheduled)
+        self._device._free_at += self._device.profile.seconds[1] * encoded
+        return batch._replace(ends_at=self._device._free_at)
+
+
+class FewImages(Images):
+    """A model that reads images, with a cache for hardly more than one."""
+
+    encodes = 128
+
+
+def image(name: str, at: int, tokens: int) -> MultiModalFeatureSpec:
+    """Return an image that stands at a place of a prompt, in so many tokens."""
+    return MultiModalFeatureSpec(None, "image", f"{name} {tokens}", PlaceholderRange(at, tokens))
+
+
+def _complete(engine: VirtualEngine) -> None:
+    """Give an engine what vLLM has for an executor's model and devices."""
+    scheduler, executor = engine.scheduler, engine.core.model_executor
+    if isinstance(executor, Images):
+        scheduler.max_num_encoder_input_tokens = executor.encodes
+        scheduler.encoder_cache_manager = EncoderCacheManager(executor.encodes)
+    if isinstance(executor, Stages) and isinstance(scheduler, AsyncScheduler):
+        # As with vLLM's second runner on a GPU.
+        scheduler.use_v2_model_runner = True
+        engine.core.batch_queue_size = STAGES + 1
+        engine.core.batch_queue = deque(maxlen=STAGES + 1)
+
+
 def engine_of(executor: type[SimulatedExecutor], kind: type[VirtualEngine]) -> type[VirtualEngine]:
     """Return a kind of engine with another executor."""
 
     class Engine(kind):  # type: ignore[misc,valid-type]
         """The engine."""
+
+        stages = STAGES if issubclass(executor, Stages) else 1
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            _complete(self)
 
         def _executor(self) -> type[SimulatedExecutor]:
             return type("Executor", (executor,), {"time": self.time})

@@ -18,7 +18,18 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from serve_app.engine.vllm.scheduler import AGING_S, GOALS, LEAST_HOLD_S, LiveFirst, take_figures
 from serve_app.engine.vllm.stats import scheduler_figures
 from serve_app.simulation.vllm_executor import SimulatedExecutor
-from tests.serve_app.engine.vllm.features import DRAFTS, STORE, Drafts, Loading, Windows, engine_of
+from tests.serve_app.engine.vllm.features import (
+    DRAFTS,
+    STAGES,
+    STORE,
+    Drafts,
+    FewImages,
+    Loading,
+    Stages,
+    Windows,
+    engine_of,
+    image,
+)
 from tests.serve_app.simulation.virtual_engine import LiveFirstEngine, VirtualEngine, virtual_engines
 
 Start = Callable[..., VirtualEngine]
@@ -251,6 +262,24 @@ def test_the_scheduler_tells_what_it_did_and_learned(start: Start) -> None:
     assert not any(stats.num_kv_fetch_reqs_by_stage.values())
 
 
+@pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "in turn"])
+def test_the_time_of_a_step_is_that_of_one_stage(ahead: bool) -> None:
+    with virtual_engines(engine_of(Stages, LiveFirstEngine)) as start:
+        engine = start(engine=PRIORITY, **DEVICE | {"async_scheduling": ahead})
+        # Alone, a step passes the stages. Behind others, it ends one stage after them.
+        learn(engine)
+        for number in range(30):
+            engine.add(f"row {number}", prompt(number, 600), 30, priority=1)
+        go_on(engine, 1.0)
+        engine.add("live", prompt(99, 50), 30, extra_args={GOALS: (0.0, 0.3)})
+        engine.run()
+        base, per_prompt_token, *_ = engine.scheduler.times.seconds
+        assert base == pytest.approx(0.05 / STAGES, rel=0.03)
+        assert per_prompt_token == pytest.approx(0.00025 / STAGES, rel=0.05)
+        # Rows in another stage aren't in the step anyway, and count as nothing in it.
+        assert engine.scheduler.figures["left_out"] == 0
+
+
 def test_a_live_request_takes_the_blocks_of_the_youngest_rows(start: Start) -> None:
     engine = start(kv_tokens=4096, max_model_len=2048)
     for number in range(10):
@@ -414,6 +443,8 @@ FEATURES: dict[str, tuple[dict[str, Any], type[SimulatedExecutor]]] = {
     "windows": ({}, Windows),
     "store": ({"extra": {"kv_transfer_config": STORE}}, Loading),
     "drafts": ({"extra": {"speculative_config": DRAFTS}}, Drafts),
+    "stages": ({}, Stages),
+    "images": ({}, FewImages),
 }
 """Features of vLLM: options, and the device."""
 
@@ -461,7 +492,7 @@ def test_nothing_is_lost_and_each_answer_is_as_if_it_were_alone(
         }
         lora = {"enable_lora": True, "max_loras": slots} if slots else {}
         engine = begin(engine=PRIORITY | lora | options, **DEVICE | tight)
-        engine.scheduler.use_v2_model_runner = runner_2
+        engine.scheduler.use_v2_model_runner = runner_2 or feature == "stages"
         adapters = [
             None,
             *(LoRARequest(f"adapter {each}", each, f"/{each}") for each in range(1, 4) if slots),
@@ -473,7 +504,12 @@ def test_nothing_is_lost_and_each_answer_is_as_if_it_were_alone(
         for number, (priority, tokens, output, pause, adapter) in enumerate(requests):
             told = {"extra_args": {GOALS: (0.0, goal)}} if goal else {}
             own = adapters[adapter % len(adapters)]
-            engine.add(names[number], prompt(number, tokens), output, own, priority, **told)
+            shown = (
+                [image(str(number % 3), tokens // 2, tokens // 3)]
+                if feature == "images" and tokens > 2
+                else []
+            )
+            engine.add(names[number], prompt(number, tokens), output, own, priority, shown, **told)
             go_on(engine, pause)
         engine.run()
         assert [engine.tokens[name] for name in names] == alone
