@@ -195,7 +195,6 @@ class Session:
             tier=options.service_tier,
             done=self._output.done,
             before=self._output.before,
-            chunk=options.chunk,
             concurrency=options.concurrency,
             retries=options.retries,
             id_column=options.id_column,

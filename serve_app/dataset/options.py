@@ -163,9 +163,9 @@ TIMEOUTS = (
     (
         "read",
         600,
-        "without a byte from the service; it sends one every 5 s while a chunk waits or runs.",
+        "without a byte from the service; it sends one every 5 s while a row waits or runs.",
     ),
-    ("write", 30, "to send a chunk."),
+    ("write", 30, "to send a row."),
     ("pool", 10, "for a free connection."),
 )
 
@@ -245,18 +245,9 @@ GROUPS: dict[str, list[click.Parameter]] = {
     ],
     "Speed and retries": [
         _option(
-            "--chunk",
-            "Rows in one call: more cost less per row, fewer lose less if a call fails.",
-            "--chunk-size",
-            type=click.IntRange(1, sys.maxsize),
-            default=1,
-            metavar="N",
-        ),
-        _option(
             "--concurrency",
             "Calls in flight, a number or auto. auto follows the service's statistics. A good number keeps "
-            "several times as many rows in flight as the engines run at once (max_num_seqs x replicas, "
-            "divided by --chunk).",
+            "several times as many rows in flight as the engines run at once (max_num_seqs x replicas).",
             "--max-concurrency",
             type=_Concurrency(),
             default="auto",

@@ -1,18 +1,25 @@
 """Ray Data stage that sends batches of rows to an Engine, one call per batch."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping
 from typing import Any
 
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
-from serve_app.api.scheduling import ServiceTier
+from serve_app.api.errors import RequestError
+from serve_app.api.protocol import JSON
+from serve_app.api.scheduling import Scheduling, ServiceTier
+from serve_app.client import Backoff
+from serve_app.dataset.errors import RowError, gave_up
 from serve_app.dataset.formats import numbered
 from serve_app.dataset.output import result_columns
 from serve_app.dataset.prompts import Prompter
-from serve_app.dataset.run import Drive, call_fields
-from serve_app.jobs.errors import RunError
+from serve_app.dataset.run import DatasetRun, Drive, Item, call_fields, check_columns, unsent
+from serve_app.dataset.stats import RunStats, split
+from serve_app.jobs.errors import GaveUpError, RunError
 from serve_app.jobs.handle import HandleClient
-from serve_app.jobs.rows import Result
+from serve_app.jobs.pacing import EngineLoad, Fixed
+from serve_app.jobs.rows import QuotaError, Result, Row, RowAnswer
+from serve_app.jobs.sender import Sender
 
 
 class Generate:
@@ -71,29 +78,97 @@ class Generate:
                     f"the dataset has a column {name!r} already: give the new column another name, as in "
                     f'columns={{"{field}": "my_{field}"}}, or drop the column of the dataset'
                 )
+        found = [from_json(result.text) for result in await self._results(batch.to_pylist())]
+        for field, name, kind in self._columns:
+            batch = batch.append_column(name, pa.array([row[field] for row in found], kind))
+        yield batch
+
+    async def _results(self, rows: list[JSON]) -> list[Result]:
+        """Return the result of each row.
+
+        The rows are one call. If the call fails, its rows are sent alone; one after the other if the engines
+        failed, since each row may be the cause.
+
+        Raises:
+            RunError: The service is gone or refuses the rows, or no row has a prompt.
+        """
+        fields = call_fields(self._sampling, None)
         done: list[Result] = []
-
-        def write(results: Sequence[Result]) -> None:
-            done.extend(results)
-
-        rows = numbered(batch.to_pylist())
+        run = DatasetRun(fields, self._prompter.chat, self._tier, done.extend, RunStats())
+        items = [Item.of(row, self._prompter, "id") for row in numbered(rows)]
+        check_columns(items)
+        sound = [item for item in items if not isinstance(item.prompt, RowError)]
+        if not sound:
+            return [result for item in items if (result := unsent(item))]
+        call = _Call(fields, self._prompter.chat, self._tier, done.extend, RunStats())
+        sender = Sender(_Together(self._client), Fixed(1), Backoff(), self._retries, patient=False)
+        try:
+            await sender.send(call, Row(0, to_json([item.prompt for item in sound], inf_nan_mode="null")))
+        except GaveUpError as error:
+            raise gave_up(error) from None
+        answers = split(call.answer, len(sound))
+        if answers[0].status == 200:
+            done += [result for item in items if (result := unsent(item))]
+            for item, answer in zip(sound, answers, strict=True):
+                done.append(run.result(run.row(item), answer, call.times))
+            return sorted(done)
         drive = Drive(
-            rows,
+            numbered(rows),
             self._prompter,
             self._client,
-            call_fields(self._sampling, None),
-            write,
+            fields,
+            done.extend,
             tier=self._tier,
-            chunk=max(1, len(batch)),
-            concurrency=1,
+            concurrency=1 if answers[0].status >= 500 else len(rows),
             retries=self._retries,
             observed=False,
         )
         await drive.run()
-        found = [from_json(result.text) for result in sorted(done)]
-        for field, name, kind in self._columns:
-            batch = batch.append_column(name, pa.array([row[field] for row in found], kind))
-        yield batch
+        return sorted(done)
+
+
+class _Call(DatasetRun):
+    """The rows of a batch in one call.
+
+    Attributes:
+        answer: The answer to the call.
+        times: Times that it was sent.
+    """
+
+    answer: RowAnswer
+    times: int
+
+    def body(self, row: Row) -> JSON:
+        """Return the call."""
+        return self.call(row.line, from_json(row.text))
+
+    def result(self, row: Row, answer: RowAnswer, tries: int) -> Result:
+        """Keep the answer."""
+        self.answer, self.times = answer, tries
+        return Result(row.line, b"", answer.status != 200)
+
+
+class _Together:
+    """A client of calls with many rows: any failure but a full or absent service is the answer."""
+
+    def __init__(self, client: HandleClient) -> None:
+        self._client = client
+
+    async def send(
+        self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
+    ) -> RowAnswer:
+        """Send a call and return its answer."""
+        try:
+            answer = await self._client.send(endpoint, body, scheduling, models)
+        except QuotaError:
+            raise
+        except RequestError as error:
+            answer = RowAnswer.of(error)
+        return answer if answer.status in (429, 503) else answer._replace(final=True)
+
+    async def load(self, base: str | None) -> EngineLoad | None:
+        """Return None: one call needs no pace."""
+        return None
 
 
 def _added(columns: Mapping[str, str] | None) -> list[tuple[str, str, Any]]:

@@ -25,7 +25,6 @@ from serve_app.dataset.prompts import Prompter, plain
 from serve_app.dataset.readers import open_source
 from serve_app.dataset.stats import Measured, RowService, RunStats
 from serve_app.jobs.errors import GaveUpError, RunError
-from serve_app.jobs.lists import Lists
 from serve_app.jobs.pacing import Auto, Concurrency, Fixed
 from serve_app.jobs.plan import TOGETHER, InputLine, Planner, Turns
 from serve_app.jobs.rows import Result, Row, RowAnswer, RowTokens
@@ -248,11 +247,11 @@ class DatasetRun(BatchRun):
 
     def body(self, row: Row) -> JSON:
         """Return a call with one prompt."""
-        return self.call(row.line, from_json(row.text)[1])
+        return self.call(row.line, [from_json(row.text)[1]])
 
-    def call(self, number: int, prompt: Any) -> JSON:
-        """Return the call of the row with this number."""
-        return self._fields | {self._field: [prompt], "task_id": f"row_{number}"}
+    def call(self, number: int, prompts: list[Any]) -> JSON:
+        """Return a call whose first row has this number."""
+        return self._fields | {self._field: prompts, "task_id": f"row_{number}"}
 
     def result(self, row: Row, answer: RowAnswer, tries: int) -> Result:
         """Return the row of the output.
@@ -306,6 +305,13 @@ def _only(values: Any) -> Any:
     return values[0] if isinstance(values, list) and len(values) == 1 else None
 
 
+def unsent(item: Item) -> Result | None:
+    """Return the result of a row without a prompt, which isn't sent; None: the row has a prompt."""
+    if not isinstance(error := item.prompt, RowError):
+        return None
+    return _failed(item.number, item.id, error.type, error.message, 0)
+
+
 def _failed(number: int, id: Any, type: str, message: str, tries: int) -> Result:
     line = {
         "row": number,
@@ -332,7 +338,6 @@ class Drive:
         write: Records results.
         done: Returns which rows are done.
         before: Number of rows that were done before.
-        chunk: Rows in a call.
         concurrency: Calls at once; "auto" adapts to the service.
         retries: Further tries of a row.
         id_column: Column of a row's id.
@@ -359,7 +364,6 @@ class Drive:
         tier: ServiceTier = "flex",
         done: Done = lambda first, last: set(),
         before: int = 0,
-        chunk: int = 1,
         concurrency: int | Literal["auto"] = "auto",
         retries: int = 20,
         id_column: str = "id",
@@ -375,15 +379,10 @@ class Drive:
         self._gather_s = gather_s
         self._window_bounds = window
         self._first_s = SILENT_S if silent else FIRST_S
-        self.concurrency: Concurrency = (
-            Auto(first=4 * chunk, most=max(MOST_ROWS, 4 * chunk))
-            if concurrency == "auto"
-            else Fixed(chunk * concurrency)
-        )
+        self.concurrency: Concurrency = Auto(most=MOST_ROWS) if concurrency == "auto" else Fixed(concurrency)
         self._items = (Item.of(row, prompter, id_column) for row in islice(rows, limit))
         self._run = DatasetRun(fields, prompter.chat, tier, write, self.stats)
         self._measured = Measured(service, self.stats)
-        self._client = Lists(self._measured, chunk)
         self._done = done
         self._check = not before
         self._retries = retries
@@ -433,7 +432,7 @@ class Drive:
             await self._measured.load(None)
         try:
             async with Runner(
-                self._client,
+                self._measured,
                 concurrency=lambda: self.concurrency,
                 backoff=self._backoff,
                 retries=self._retries,
@@ -488,12 +487,7 @@ class Drive:
             if self._check:
                 check_columns(window[:CHECKED_ROWS])
                 self._check = False
-            failed = [
-                _failed(item.number, item.id, item.prompt.type, item.prompt.message, 0)
-                for item in window
-                if isinstance(item.prompt, RowError)
-            ]
-            if failed:
+            if failed := [result for item in window if (result := unsent(item))]:
                 await finished(run.record, failed)
                 run.recorded(failed)
             sound = [item for item in window if not isinstance(item.prompt, RowError)]
@@ -520,7 +514,7 @@ def _planned(items: Sequence[Item], run: DatasetRun) -> tuple[list[Row], Turns]:
     turns = array("I", bytes(4 * len(items)))
     rows = [run.row(item) for item in items]
     for number, (item, row) in enumerate(zip(items, rows, strict=True)):
-        planner.add(InputLine(number, row.text, 0), run.call(item.number, item.prompt))
+        planner.add(InputLine(number, row.text, 0), run.call(item.number, [item.prompt]))
     plan = planner.finish()
     for number, entry in enumerate(plan):
         turns[entry.turn] = number
@@ -535,7 +529,6 @@ async def run(
     sampling: Mapping[str, Any] | None = None,
     model: str | None = None,
     service_tier: ServiceTier = "flex",
-    chunk: int = 1,
     concurrency: int | Literal["auto"] = "auto",
     retries: int = 20,
     id_column: str = "id",
@@ -554,7 +547,6 @@ async def run(
         sampling: Sampling fields of `/generate`.
         model: Id of the model; may be left out if only one is served.
         service_tier: Tier of the calls; "flex" goes behind live traffic.
-        chunk: Rows in one call.
         concurrency: Concurrent calls; "auto" adapts to the service.
         retries: Most retries of a row.
         id_column: Column of a row's id.
@@ -580,7 +572,6 @@ async def run(
         call_fields(sampling or {}, model),
         write,
         tier=service_tier,
-        chunk=chunk,
         concurrency=concurrency,
         retries=retries,
         id_column=id_column,

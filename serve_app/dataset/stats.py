@@ -11,6 +11,7 @@ from typing import Protocol
 from pydantic_core import from_json
 
 from batcher.stats import percentiles
+from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.jobs.pacing import EngineLoad, engine_load
@@ -20,6 +21,10 @@ from serve_app.stats import ReplicaStats
 
 SAMPLE = 10_000
 """Most latencies that are kept for percentiles, drawn uniformly from all calls."""
+
+
+PER_ROW = ("results", "details")
+"""The fields of an answer that have a value for each row."""
 
 
 class RowService(Protocol):
@@ -173,6 +178,26 @@ class RunStats:
         }
 
 
+def split(answer: RowAnswer, rows: int) -> list[RowAnswer]:
+    """Return the answer to each row of a call of `/generate`; 502 if the answer has another form."""
+    if answer.status != 200:
+        return [answer] * rows
+    lists = [answer.body.get(name) for name in PER_ROW]
+    if any(not isinstance(values, list) or len(values) != rows for values in lists):
+        count = len(lists[0]) if isinstance(lists[0], list) else 0
+        message = f"an answer with {count} results for {rows} prompts"
+        return [RowAnswer.of(RequestError(502, "service_unavailable", message))] * rows
+    errors: dict[int, JSON] = {error["index"]: error for error in answer.body.get("errors") or ()}
+    return [
+        RowAnswer(
+            200,
+            {"results": [result], "details": [detail]}
+            | ({"errors": [errors[index]]} if index in errors else {}),
+        )
+        for index, (result, detail) in enumerate(zip(*lists, strict=True))
+    ]
+
+
 class Measured:
     """A service whose calls and replicas are measured.
 
@@ -202,7 +227,7 @@ class Measured:
         if answer.status == 200:
             self._stats.calls += 1
             self._stats.latencies.add(time.monotonic() - started)
-        return answer
+        return split(answer, 1)[0]
 
     async def load(self, base: str | None) -> EngineLoad | None:
         """Return the load of the engines, and note their utilization; None: unknown."""

@@ -76,7 +76,7 @@ def run_through(
     finish(start(source, quiet, "--url", url))
 
     dice = random.Random(0)
-    arguments = (source, out, "--url", url, "--chunk-size", 10, "--max-concurrency", 4)
+    arguments = (source, out, "--url", url, "--max-concurrency", 40)
     driver = start(*arguments)
     for number, victim in enumerate(victims):
         moment = int(count * (number + dice.random()) / (len(victims) + 1))

@@ -187,7 +187,7 @@ async def load(service: Service, enough: asyncio.Event) -> None:
 def dataset_under_way(service: Service, folder: Path) -> Iterator[None]:
     """Have a driver send a dataset through the handle."""
     (folder / "in.jsonl").write_text('{"prompt": "What is 1+1?"}\n' * 100_000)
-    way = ["--app", "llm", "--model", "demo", "--chunk-size", "8", "--max-concurrency", "2", "--quiet"]
+    way = ["--app", "llm", "--model", "demo", "--max-concurrency", "16", "--quiet"]
     files = [str(folder / "in.jsonl"), str(folder / "out.jsonl")]
     command = [sys.executable, "-m", "serve_app.cli", "batch", *files, *way]
     with subprocess.Popen(command, env=service.ray_env()) as driver:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -138,7 +137,7 @@ def write_rows(
 
 
 def rate(options: argparse.Namespace, folder: Path) -> Table:
-    """Compare the rows per second of a batch with the command's, row by row and in lists."""
+    """Compare the rows per second of a batch with the command's, row by row."""
     numbers = iter(range(0, 1_000_000_000, options.rows))
     with saturate(MODELS[options.model](folder), folder, batches=folder / "batches") as server:
         api = API(server)
@@ -164,8 +163,7 @@ def rate(options: argparse.Namespace, folder: Path) -> Table:
             told = json.loads((folder / "out.jsonl.report.json").read_text())["this_run"]
             return float(options.rows / told["elapsed_s"])
 
-        lists = partial(dataset, "--chunk", "50", "--concurrency", "10")
-        ways: dict[str, Callable[[], float]] = {"batch": batch, "rows": dataset, "lists": lists}
+        ways: dict[str, Callable[[], float]] = {"batch": batch, "rows": dataset}
         found = interleave("rate", ways, options.rounds)
     return Table(
         f"{about(options.model)}, {options.rows} rows of 64 tokens in and {options.answer} out, no others; "

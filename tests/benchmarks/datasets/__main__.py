@@ -83,7 +83,7 @@ class Bench:
             str(out),
             "--overwrite",
             "--quiet",
-            *("--chunk", "50", "--concurrency", "10"),
+            *("--concurrency", "500"),
         ]
         self._service.run([*command, *where])
         body = json.loads((self._folder / "out.jsonl.report.json").read_text())["this_run"]

@@ -74,7 +74,7 @@ def test_a_run(
     tmp_path: Path, questions: Path, url: str, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / name
-    assert batch(questions, out, "--url", url, "--chunk-size", 7) == 0
+    assert batch(questions, out, "--url", url) == 0
     done = rows(out)
     assert [row["id"] for row in done] == [f"q{n}" for n in range(100)]
     assert [row["result"] for row in done] == [f"P{n}" for n in range(100)]
@@ -84,7 +84,7 @@ def test_a_run(
     assert "100: 100 with a result, 0 failed" in printed
     report = json.loads((tmp_path / f"{name}.report.json").read_text())
     assert report["outcome"] == "complete"
-    assert report["this_run"]["calls"] == 15
+    assert report["this_run"]["calls"] == 100
     assert report["this_run"]["call_latency"]["p50_s"] > 0
     assert report["output_rows"]["prompt_tokens"] == sum(len(f"p{n}") for n in range(100))
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -111,8 +111,6 @@ def test_failed_rows_are_in_the_output_and_set_the_exit_code(
 
 def test_options_reach_the_service(tmp_path: Path, questions: Path, url: str, service: FakeService) -> None:
     options = [
-        "--chunk",
-        50,
         "--max-tokens",
         9,
         "--temperature",
@@ -126,8 +124,8 @@ def test_options_reach_the_service(tmp_path: Path, questions: Path, url: str, se
     ]
     options += ["--service-tier", "default", "--limit", 3, "--template", "{{ id }}?", "--id-column", "prompt"]
     assert batch(questions, tmp_path / "out.jsonl", "--url", url, *options) == 0
-    (call,) = service.calls
-    assert call["prompts"] == ["q0?", "q1?", "q2?"]
+    assert sorted(call["prompts"] for call in service.calls) == [["q0?"], ["q1?"], ["q2?"]]
+    call = service.calls[0]
     expected = {
         "max_tokens": 9,
         "temperature": 0,
@@ -154,7 +152,6 @@ def test_standard_input(tmp_path: Path, url: str) -> None:
         (["--temperature", "3"], "error: --temperature: Input should be less than or equal to 2, not 3.0"),
         (["--template", "{{ x"], "error: --template, line 1"),
         (["--template", "@nowhere"], "error: --template @nowhere: No such file"),
-        (["--chunk-size", "0"], "--chunk: 0 is not in the range"),
         (["--max-concurrency", "many"], "--concurrency: 'many' is not a valid"),
         (["--read-timeout", "-1"], "--read-timeout: -1.0 is not in the range"),
         (["--app", "llm"], "--url and --app: take one"),
@@ -301,11 +298,11 @@ def test_speed_options_may_change_between_runs(
     tmp_path: Path, questions: Path, url: str, service: FakeService
 ) -> None:
     out = tmp_path / "out.jsonl"
-    service.trouble = lambda body: failure(400) if len(service.calls) > 2 else None
-    assert batch(questions, out, "--url", url, "--chunk-size", 10, "--max-concurrency", 1) == 1
+    service.trouble = lambda body: failure(400) if len(service.calls) > 20 else None
+    assert batch(questions, out, "--url", url, "--max-concurrency", 10) == 1
     assert len(rows(out)) == 20
     service.trouble = lambda body: None
-    assert batch(questions, out, "--url", f"{url}/", "--chunk-size", 33, "--retries", 1) == 0
+    assert batch(questions, out, "--url", f"{url}/", "--retries", 1) == 0
     assert [row["row"] for row in rows(out)] == list(range(100))
     assert set(service.served.values()) == {1}
 
@@ -315,12 +312,12 @@ def test_an_interrupt_finishes_calls_in_flight(
 ) -> None:
     out = tmp_path / "out.jsonl"
     service.release.clear()
-    driver = start(questions, out, "--url", url, "--chunk-size", 10, "--max-concurrency", 3)
-    wait_until(lambda: len(service.calls) == 3)
+    driver = start(questions, out, "--url", url, "--max-concurrency", 30)
+    wait_until(lambda: len(service.calls) == 30)
     driver.send_signal(signal.SIGINT)
     assert driver.stderr
     for line in driver.stderr:
-        if "Stopping: 3 calls in flight" in line:
+        if "Stopping: 30 calls in flight" in line:
             break
     service.release.set()
     printed, said = driver.communicate(timeout=LIMIT_S)
@@ -339,8 +336,8 @@ def test_a_second_interrupt_stops_at_once(
     tmp_path: Path, questions: Path, url: str, service: FakeService
 ) -> None:
     service.release.clear()
-    driver = start(questions, tmp_path / "out.jsonl", "--url", url, "--chunk", 50, "--concurrency", 10)
-    wait_until(lambda: len(service.calls) == 2)
+    driver = start(questions, tmp_path / "out.jsonl", "--url", url, "--concurrency", 10)
+    wait_until(lambda: len(service.calls) == 10)
     driver.send_signal(signal.SIGINT)
     assert driver.stderr
     for line in driver.stderr:
@@ -387,12 +384,12 @@ def test_a_run_that_is_killed_ends_like_an_undisturbed_one(
     assert batch(questions, quiet, "--url", url) == 0
     service.served.clear()
     out = tmp_path / name
-    arguments = [questions, out, "--url", url, "--chunk-size", 5, "--max-concurrency", 4]
+    arguments = [questions, out, "--url", url]
     for kill in range(kills):
         service.calls.clear()
         service.release.clear()
         service.held_from = 3 * kill
-        driver = start(*arguments)
+        driver = start(*arguments, "--max-concurrency", 4)
         wait_until(partial(lambda kill: len(service.calls) == 4 + 3 * kill, kill))
         driver.kill()
         driver.communicate(timeout=LIMIT_S)
@@ -400,7 +397,7 @@ def test_a_run_that_is_killed_ends_like_an_undisturbed_one(
     assert batch(*arguments) == 0
     assert rows(out) == rows(quiet)
     # Only calls in flight at a kill may have been served again.
-    assert sum(service.served.values()) - 400 <= kills * 4 * 5
+    assert sum(service.served.values()) - 400 <= kills * 4
 
 
 def test_two_drivers_cannot_write_one_output(
@@ -489,10 +486,10 @@ def test_a_sync_that_fails_ends_the_run_and_its_rows_are_done_again(
     out = tmp_path / "out.jsonl"
     service.release.clear()
     service.held_from = 3
-    arguments = [questions, out, "--url", url, "--chunk-size", 10, "--max-concurrency", 1]
+    arguments = [questions, out, "--url", url]
     # One call is never answered: only the sync can end the run.
     with failing_sync(out, after=1):
-        assert batch(*arguments) == 4
+        assert batch(*arguments, "--max-concurrency", 1) == 4
     said = capsys.readouterr().err
     assert "out.jsonl: Input/output error" in said
     assert "run the same command again" in said
@@ -527,7 +524,7 @@ def test_a_full_disk_ends_the_run_and_it_goes_on_once_there_is_room(
 ) -> None:
     out = tmp_path / name
     journal = out if out.suffix == ".jsonl" else tmp_path / f"{name}.journal.jsonl"
-    arguments = [questions, out, "--url", url, "--chunk-size", 10, "--max-concurrency", 1]
+    arguments = [questions, out, "--url", url, "--max-concurrency", 10]
     with full(journal, 5000):
         assert batch(*arguments) == 4
         said = capsys.readouterr().err
@@ -535,10 +532,10 @@ def test_a_full_disk_ends_the_run_and_it_goes_on_once_there_is_room(
         assert "run the same command again" in said
         assert "Traceback" not in said
     done = len(rows(journal))
-    assert done in range(10, 100, 10)
+    assert 0 < done < 100
     assert batch(*arguments) == 0
     assert [row["row"] for row in rows(out)] == list(range(100))
-    assert sum(service.served.values()) == 110, "the rows on the disk are not sent again"
+    assert 100 < sum(service.served.values()) <= 110, "the rows on the disk are not sent again"
 
 
 def test_a_disk_that_fails_at_the_end(
@@ -626,9 +623,9 @@ def test_a_broken_file_among_good_ones(tmp_path: Path, url: str, service: FakeSe
         readable = zlib.decompressobj(zlib.MAX_WBITS | 16).decompress(cut).count(b"\n")
         assert 5 < readable < 30
     out = tmp_path / "out.jsonl"
-    arguments = [tmp_path / "in", out, "--url", url, "--chunk-size", 7]
-    service.trouble = lambda body: failure(400) if len(service.calls) > 5 else None
-    assert batch(*arguments, "--max-concurrency", 1) == 1
+    arguments = [tmp_path / "in", out, "--url", url]
+    service.trouble = lambda body: failure(400) if len(service.calls) > 35 else None
+    assert batch(*arguments, "--max-concurrency", 7) == 1
     assert len(rows(out)) == 36, "the run ends in the middle of the broken file, and is resumed"
     service.trouble = lambda body: None
     assert batch(*arguments) == 3

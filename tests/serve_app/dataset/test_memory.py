@@ -37,7 +37,7 @@ class Echo:
 async def main(source, out):
     output = Output(Path(out), {}, {})
     rows = numbered(open_source(source).values())
-    pace = {"chunk": 50, "concurrency": 10, "window": (5_000, 1 << 20)}
+    pace = {"concurrency": 500, "window": (5_000, 1 << 20)}
     drive = Drive(rows, Prompter(), Echo(), {}, output.record, done=output.done, **pace)
     await drive.run()
     output.complete()

@@ -81,7 +81,6 @@ def test_help_has_each_option_once_in_its_group(capsys: pytest.CaptureFixture[st
         ("--limit", "", "'' is not a valid integer range"),
         ("--limit", "9" * 20, f"{'9' * 20} is not in the range"),
         ("--limit", "9" * 5000, "'999"),
-        ("--chunk", "-3", "-3 is not in the range"),
         ("--concurrency", "AUTO", "'AUTO' is not a valid integer range"),
         ("--concurrency", "0", "0 is not in the range"),
         ("--retries", "-1", "-1 is not in the range"),

@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from serve_app.api.errors import RequestError
 from serve_app.dataset.ray_data import Generate
 from serve_app.jobs.errors import RunError
 from tests.progress import STILL_S
@@ -138,6 +139,47 @@ async def test_a_batch_is_one_call_and_comes_back_with_result_columns(handle: Ha
         "invalid_row",
         None,
     ]
+
+
+async def test_a_batch_that_fails_is_sent_row_by_row(handle: Handle) -> None:
+    stage = Generate("llm", "demo")
+
+    async def collect() -> list[pa.Table]:
+        return [table async for table in stage(pa.table({"prompt": ["a", "bad", "c"]}))]
+
+    collecting = asyncio.ensure_future(collect())
+    async with asyncio.timeout(LIMIT_S):
+        first = await handle.asked.get()
+        first.future.set_exception(RequestError(500, "internal_error", "the engines died", final=True))
+        for _ in range(3):
+            response = await handle.asked.get()
+            (text,) = handle.bodies[-1]["prompts"]
+            if text == "bad":
+                error = RequestError(500, "internal_error", "the engines died", final=True)
+                response.future.set_exception(error)
+            else:
+                response.future.set_result({"results": [text.upper()], "details": [DETAIL]})
+        (table,) = await collecting
+    assert [len(body["prompts"]) for body in handle.bodies] == [3, 1, 1, 1]
+    assert table.column("result").to_pylist() == ["A", None, "C"]
+    (error,) = filter(None, table.column("error").to_pylist())
+    assert error["message"] == "the engines died"
+
+
+async def test_a_full_service_gets_the_whole_batch_again(handle: Handle) -> None:
+    stage = Generate("llm", "demo")
+
+    async def collect() -> list[pa.Table]:
+        return [table async for table in stage(pa.table({"prompt": ["a", "b"]}))]
+
+    collecting = asyncio.ensure_future(collect())
+    async with asyncio.timeout(LIMIT_S):
+        first = await handle.asked.get()
+        first.future.set_exception(RequestError(429, "rate_limit_error", "full", retry_after_s=0.0))
+        response = await handle.asked.get()
+        response.future.set_result({"results": ["A", "B"], "details": [DETAIL] * 2})
+        (table,) = await collecting
+    assert table.column("attempts").to_pylist() == [2, 2]
 
 
 def test_an_unknown_engine_is_an_error(handle: Handle) -> None:
