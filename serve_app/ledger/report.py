@@ -13,7 +13,6 @@ from serve_app.ledger.remote import NEEDS as NEEDS_REMOTE
 from serve_app.ledger.rows import LedgerRow
 from serve_app.system.extras import extra
 from serve_app.system.home import below_home
-from serve_app.wire.usage import Tokens
 
 BY = ("tenant", "key", "model", "adapter", "tier", "endpoint", "source", "outcome", "day", "replica")
 """Columns by which rows are summed."""
@@ -22,9 +21,6 @@ SUMMED = ("prompt_tokens", "cached_tokens", "output_tokens", "cost", "wait_s", "
 
 PRICED = ("model", "adapter", "source", "outcome")
 """Columns on which the price depends."""
-
-MOST_LENGTHS = 10_000
-"""Most calls of a model in a sample of lengths, each call equally likely."""
 
 NEEDS = f"needs DuckDB: {extra('usage')}"
 
@@ -45,9 +41,6 @@ KINDS = {
 """Types of columns; all other columns are VARCHAR."""
 
 COLUMNS = {name: KINDS.get(name, "VARCHAR") for name in LedgerRow.__struct_fields__}
-
-LIVE = "source IN ('http', 'handle') AND outcome = 'ok' AND endpoint NOT IN ('/generate', 'generate')"
-"""Calls of live traffic with one prompt: for a list of prompts the ledger has only sums."""
 
 
 class LedgerError(Exception):
@@ -190,31 +183,6 @@ class LedgerFiles:
         if "day" in by:
             return sorted(lines)
         return sorted(lines, key=lambda line: (-_size(line.total), line.values))
-
-    def lengths(self, since: datetime | None = None) -> dict[str, list[Tokens]]:
-        """Return the tokens of calls by model: a sample of each model's answered live traffic.
-
-        An adapter counts as a model, since clients name it.
-
-        Args:
-            since: Only calls that ended at this time or later; None: all.
-
-        Raises:
-            LedgerError: A file is not the ledger's.
-            OSError: A file can't be read.
-        """
-        found = self._ask(
-            "SELECT if(adapter = '', model, adapter) AS name, prompt_tokens, cached_tokens, output_tokens "
-            # A function has no tokens, and an embedding has no output.
-            f"FROM calls WHERE {LIVE} AND prompt_tokens > 0 AND output_tokens > 0 "
-            f"QUALIFY row_number() OVER (PARTITION BY name ORDER BY hash(call)) <= {MOST_LENGTHS}",
-            since,
-            None,
-        )
-        models: dict[str, list[Tokens]] = {}
-        for name, *tokens in sorted(found):
-            models.setdefault(name, []).append(Tokens(*tokens))
-        return models
 
     def _ask(self, question: str, since: datetime | None, until: datetime | None) -> list[tuple[Any, ...]]:
         """Return the rows of a query of `calls`, the calls between two times."""

@@ -1,634 +1,349 @@
-"""Load on a service: its requests, the generator that sends them, and what their answers say about goals."""
+"""Loads and the times of their requests: from vLLM's benchmark in a child process, or from reports."""
 
 import asyncio
+import json
 import math
+import os
 import random
-from bisect import bisect_left
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import suppress
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, Self
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal, Self
 
-from batcher.stats import percentiles
 from serve_app.api.protocol import JSON
-from serve_app.client import ServiceError
-from serve_app.tuning.goals import METRICS, Goal, Metric
-from serve_app.tuning.service import TOKENS, LoadAnswer, LoadRequest, ModelFacts, Service
-from serve_app.tuning.workload import Arrival, TokenLengths
-from serve_app.wire.usage import Tokens
+from serve_app.engine.vllm.bench import Task
+from serve_app.tuning.goals import Goal
+from serve_app.tuning.workload import TokenLengths
 
-Loop = Literal["open", "closed"]
+Axis = Literal["concurrency", "rate"]
+"""What is raised: the clients that wait for their answers, or the requests per second at random times."""
 
-Prompt = str | list[JSON]
-"""A text to complete, or the messages of a chat."""
+FAILED_SHARE = 0.01
+"""Largest share of failed requests of a load that holds."""
 
-BEGINNING = "beginning"
-"""Seed of the text with which cached prompts begin: the same in all steps."""
+SURE_MISSES = 3.0
+"""Least number of requests of a load that may miss a goal, for the percentile to mean something."""
 
-CLOSE = 2.0
-"""Largest ratio of the share of requests that miss a goal to the allowed share, or its inverse, for which a
-step is unclear."""
+LEAST_REQUESTS, MOST_REQUESTS = 10, 20_000
+"""Least and most requests of a load that count."""
 
-CLOSE_DEVIATIONS = 4.0
-"""Largest distance of these shares for which a step is unclear, in standard deviations of independent
-requests; requests in groups have more than one."""
+LIMIT_S, LIMIT_FACTOR = 300.0, 20.0
+"""Longest time of a load: these seconds, and its planned length by this factor."""
 
-GROWTH, GROWTH_DEVIATIONS = 1.3, 3.0
-"""A service falls behind if the requests in flight of a step's last third exceed those of its first third
-by this factor, and by this many standard deviations of a Poisson number."""
+LINE_BYTES = 1 << 26
+"""Longest result of the child process: 3 kB for each request."""
 
-CERTAIN, CERTAIN_MORE = 2.0, 3
-"""A step ends early when misses exceed this factor times the allowed number, plus 3."""
+BENCH = (sys.executable, "-m", "serve_app.engine.vllm.bench")
 
-MOST_IN_FLIGHT = 4_096
-"""Most requests in flight; a request beyond them counts as failed."""
-
-LOOK_S = 0.25
-"""Seconds between two looks at a running step."""
-
-SETTLE_LOOKS, SETTLE_S = 20, 0.1
-"""Looks at the service after a step, until none of its requests runs there, and the seconds between them."""
+VLLM_NAMES = {"ttft": "ttft", "tpot": "tpot", "latency": "e2el"}
+GUIDELLM_NAMES = {
+    "ttft": ("time_to_first_token_ms", 1e-3),
+    "tpot": ("inter_token_latency_ms", 1e-3),
+    "latency": ("request_latency", 1.0),
+}
+"""Names of the metrics in reports; GuideLLM has milliseconds and seconds."""
 
 
-class LoadLevel(NamedTuple):
-    """A load.
-
-    Attributes:
-        loop: "open": requests come at a rate, at random times, independently of the answers (Poisson).
-            "closed": clients, each of which sends the next request when it has the answer to the last one.
-        value: Requests per second, or clients.
-    """
-
-    loop: Loop
-    value: float
-
-    def __str__(self) -> str:
-        if self.loop == "open":
-            return f"{self.value:.4g} requests/s"
-        return f"{self.value:g} client" + ("" if self.value == 1 else "s")
+class BenchError(Exception):
+    """vLLM's benchmark failed; the message has its last line."""
 
 
-# Requests
-
-
-@dataclass(slots=True)
-class Requests:
-    """Makes requests, the same for a seed.
-
-    Attributes:
-        model: The model.
-        input: Tokens of a prompt; not used with a dataset.
-        output: Tokens of an answer. Each answer has the tokens that its request asks for, except with a
-            dataset, where it may end before.
-        prompts: Prompts of a dataset, taken in random order, again and again; empty: random token ids, of
-            which no beginning is in the prefix cache.
-        calls: Tokens of calls, of which each request takes those of a random one, in place of `input` and
-            `output`. The tokens of its prompt that were in the prefix cache are the beginning of one text.
-        tier: The `service_tier` of the requests.
-    """
-
-    model: str
-    input: TokenLengths
-    output: TokenLengths
-    prompts: Sequence[Prompt] = ()
-    calls: Sequence[Tokens] = ()
-    tier: str = "default"
-    _numbers: random.Random = field(default_factory=random.Random)
-    _left: list[Prompt] = field(default_factory=list)
-    _beginning: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if self.calls:
-            most = max(call.cached for call in self.calls)
-            self._beginning = random.Random(BEGINNING).choices(TOKENS, k=most)
-
-    def begin(self, seed: int) -> None:
-        """Begin with the requests of a seed."""
-        self._numbers = random.Random(seed)
-        self._left = []
-
-    def gap(self) -> float:
-        """Return the time to the next request, as a multiple of the mean."""
-        return self._numbers.expovariate(1.0)
-
-    def arrivals(self, rate: float, seed: int) -> Iterator[Arrival]:
-        """Yield the arrivals of an open loop for this seed, endlessly; this object's state stays.
-
-        Args:
-            rate: Requests per second.
-            seed: The seed.
-
-        Raises:
-            ValueError: The prompts are those of a dataset, whose lengths in tokens only the service knows.
-        """
-        if self.prompts:
-            raise ValueError("the lengths of a dataset's prompts aren't known; take random prompts (input)")
-        copy = Requests(self.model, self.input, self.output, calls=self.calls)
-        copy.begin(seed)
-        at = 0.0
-        while True:
-            at += copy.gap() / rate
-            ask = copy.next()
-            yield Arrival(at, len(ask.body["prompt"]), ask.tokens)
-
-    def next(self) -> LoadRequest:
-        """Return the next request."""
-        call = self._numbers.choice(self.calls) if self.calls else None
-        tokens = self.output.draw(self._numbers) if call is None else call.output
-        body: JSON = {
-            "model": self.model,
-            "max_tokens": tokens,
-            "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "service_tier": self.tier,
-        }
-        if not self.prompts:
-            if call is None:
-                prompt = self._numbers.choices(TOKENS, k=self.input.draw(self._numbers))
-            else:
-                # The last token is always computed.
-                cached = min(call.cached, call.prompt - 1)
-                own = self._numbers.choices(TOKENS, k=call.prompt - cached)
-                prompt = self._beginning[:cached] + own
-            return LoadRequest("/v1/completions", body | {"prompt": prompt, "ignore_eos": True}, tokens)
-        if not self._left:
-            self._left = self._numbers.sample(self.prompts, len(self.prompts))
-        text = self._left.pop()
-        if isinstance(text, str):
-            return LoadRequest("/v1/completions", body | {"prompt": text}, tokens)
-        return LoadRequest("/v1/chat/completions", body | {"messages": text}, tokens)
-
-
-# A step
+class ReportError(ValueError):
+    """A report can't be used; the message says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
-class LoadStep:
-    """Requests under one load.
+class LoadPoint:
+    """The figures of the requests under one load.
 
     Attributes:
-        load: The load.
-        goals: The goals.
-        samples: Seconds of each metric, ascending; infinite for failed requests. A request that was cut off
-            at the end of the step has the time until then, if that breaks a goal already.
-        sent: Requests that count: those that were sent in the window.
-        good: Requests within all bounds.
-        failed: Requests that were refused or failed.
-        seconds: Length of the window.
-        spent_s: Time of the whole step, with its warm-up and its end.
-        ended: Answers that ended in the window.
-        tokens: Their tokens.
+        value: Clients, or requests per second.
+        completed: Requests that were answered.
+        failed: Requests that were refused, failed or broke off.
+        rate: Answered requests per second.
+        tokens_per_s: Tokens of answers per second.
         in_flight: Mean number of requests in flight.
-        peak: Number of requests in flight that was exceeded in 1% of the time.
-        growing: The number of requests in flight grew: the service can't keep up.
-        cut: The step was ended before its time, since too many requests had missed a goal.
-        late_s: The longest time by which a request was sent too late.
+        seconds: Percentiles of the times of answered requests, by the name of a goal such as "ttft_p99".
+        error: Why the first failed request failed; empty: none failed.
     """
 
-    load: LoadLevel
-    goals: tuple[Goal, ...]
-    samples: dict[Metric, list[float]]
-    sent: int
-    good: int
+    value: float
+    completed: int
     failed: int
-    seconds: float
-    spent_s: float
-    ended: int
-    tokens: int
+    rate: float
+    tokens_per_s: float
     in_flight: float
-    peak: int
-    growing: bool
-    cut: bool
-    late_s: float = 0.0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    error: str = ""
 
-    @classmethod
-    def of(
-        cls,
-        load: LoadLevel,
-        goals: tuple[Goal, ...],
-        answers: Sequence[LoadAnswer],
-        window: tuple[float, float],
-        *,
-        began_at: float,
-        now: float,
-        cut: bool = False,
-        late_s: float = 0.0,
-    ) -> "LoadStep":
-        """Return the step that some requests make.
+    def misses(self, goals: Sequence[Goal]) -> tuple[str, ...]:
+        """Return the names of the goals that don't hold, and "errors" where too many requests failed."""
+        late = [goal.name for goal in goals if not self.seconds.get(goal.name, 0.0) < goal.bound]
+        total = self.completed + self.failed
+        return (*late, *(["errors"] if self.failed > FAILED_SHARE * total or not self.completed else []))
 
-        Args:
-            load: The load.
-            goals: The goals.
-            answers: All requests, those of the warm-up too.
-            window: Begin and end of the time in which requests count.
-            began_at: When the step began.
-            now: When the step ended.
-            cut: Whether it was ended before its time.
-            late_s: The longest time by which a request was sent too late.
-        """
-        begin, end = window[0], min(window[1], now)
-        counted = [each for each in answers if begin <= each.sent_at < end]
-        bounds = {
-            metric: min((goal.bound for goal in goals if goal.metric == metric), default=math.inf)
-            for metric in METRICS
-        }
-        samples: dict[Metric, list[float]] = {metric: [] for metric in METRICS}
-        for answer in counted:
-            for metric, bound in bounds.items():
-                found = answer.seconds(metric, now)
-                if found is not None and (found[1] or found[0] >= bound):
-                    samples[metric].append(found[0])
-        ended = [
-            each
-            for each in answers
-            if not each.failed and each.ended_at is not None and begin <= each.ended_at < end
-        ]
-        thirds, peak = _in_flight(answers, begin, end, now)
-        first, last = thirds[0], thirds[-1]
-        return cls(
-            load=load,
-            goals=goals,
-            samples={metric: sorted(values) for metric, values in samples.items()},
-            sent=len(counted),
-            good=sum(not any(_missed(each, goal, now) for goal in goals) for each in counted),
-            failed=sum(each.failed for each in counted),
-            seconds=end - begin,
-            spent_s=now - began_at,
-            ended=len(ended),
-            tokens=sum(each.tokens for each in ended),
-            in_flight=sum(thirds) / len(thirds),
-            peak=peak,
-            # The number of clients of a closed loop is fixed.
-            growing=load.loop == "open" and last > GROWTH * first + GROWTH_DEVIATIONS * math.sqrt(first),
-            cut=cut,
-            late_s=late_s,
-        )
-
-    def merged(self, other: "LoadStep") -> "LoadStep":
-        """Return this step and another step under the same load as one step."""
-        seconds = self.seconds + other.seconds
-        flight = self.in_flight * self.seconds + other.in_flight * other.seconds
-        return replace(
-            self,
-            samples={metric: sorted([*self.samples[metric], *other.samples[metric]]) for metric in METRICS},
-            sent=self.sent + other.sent,
-            good=self.good + other.good,
-            failed=self.failed + other.failed,
-            seconds=seconds,
-            spent_s=self.spent_s + other.spent_s,
-            ended=self.ended + other.ended,
-            tokens=self.tokens + other.tokens,
-            in_flight=flight / max(seconds, 1e-9),
-            peak=max(self.peak, other.peak),
-            # One step that grows may be chance; two are not.
-            growing=self.growing and other.growing,
-            cut=self.cut or other.cut,
-            late_s=max(self.late_s, other.late_s),
-        )
-
-    @property
-    def misses(self) -> tuple[Goal, ...]:
-        """Goals that don't hold."""
-        return tuple(goal for goal in self.goals if self.missing(goal) > goal.allowed)
-
-    @property
-    def holds(self) -> bool:
-        """Whether all goals hold, and the service keeps up."""
-        return bool(self.sent) and not self.misses and not self.growing and not self.cut
-
-    @property
-    def unclear(self) -> bool:
-        """Whether another step might say something else."""
-        if self.cut or not self.sent:
-            return False
-        if self.growing:
-            return not self.misses
-        return any(self._is_close(goal) for goal in self.goals)
-
-    def _is_close(self, goal: Goal) -> bool:
-        share, most = self.missing(goal), goal.allowed
-        chance = CLOSE_DEVIATIONS * math.sqrt(most * (1 - most) / self.sent)
-        return most / CLOSE <= share <= most * CLOSE and abs(share - most) <= chance
-
-    @property
-    def goodput(self) -> float:
-        """Requests per second within all bounds."""
-        return self._per_s(self.good)
-
-    @property
-    def rate(self) -> float:
-        """Requests per second."""
-        return self._per_s(self.sent)
-
-    @property
-    def ended_per_s(self) -> float:
-        """Requests per second that were answered."""
-        return self._per_s(self.ended)
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens of answers per second."""
-        return self._per_s(self.tokens)
-
-    def _per_s(self, number: float) -> float:
-        return number / self.seconds if self.seconds else 0.0
-
-    def missing(self, goal: Goal) -> float:
-        """Return the share of requests that miss a goal's bound, 0 to 1."""
-        values = self.samples[goal.metric]
-        return 1 - bisect_left(values, goal.bound) / len(values) if values else 0.0
-
-    def figure(self, metric: Metric, percentile: int) -> float:
-        """Return a percentile of a metric in seconds, by nearest rank; NaN: there is none."""
-        values = self.samples[metric]
-        return percentiles(values, [percentile / 100])[0] if values else math.nan
-
-    def median(self, metric: Metric) -> float:
-        """Return the median of a metric in seconds; 0 where there is none, or where it is infinite."""
-        value = self.figure(metric, 50)
-        return value if math.isfinite(value) else 0.0
+    def is_small(self, goals: Sequence[Goal]) -> bool:
+        """Return whether there are too few requests for the percentiles of the goals."""
+        return any(self.completed * (100 - goal.percentile) / 100 < SURE_MISSES for goal in goals)
 
 
-def is_hopeless(
-    answers: Iterable[LoadAnswer],
-    goals: Iterable[Goal],
-    window: tuple[float, float],
-    expected: float,
-    now: float,
-) -> bool:
-    """Return whether a goal is missed for certain, whatever the requests to come do.
+def shown(goals: Sequence[Goal]) -> list[Goal]:
+    """Return the figures of a table, as goals: the median and the 99th percentile, and those of the goals."""
+    points = dict.fromkeys((metric, point) for metric in ("ttft", "tpot") for point in (50, 99))
+    points |= dict.fromkeys(goal.key for goal in goals)
+    return [Goal(metric, point, math.inf) for metric, point in points]  # type: ignore[arg-type]
+
+
+# Reports
+
+
+def point_of(value: float, result: JSON, goals: Sequence[Goal], skip: int = 0) -> LoadPoint:
+    """Return the point of a result of vLLM's benchmark with the times of each request.
 
     Args:
-        answers: The requests so far.
+        value: The load.
+        result: The result, in the form of `vllm bench serve --save-detailed`.
         goals: The goals.
-        window: Begin and end of the time in which requests count.
-        expected: Most requests that will count.
-        now: The time.
+        skip: Requests at the begin, and at the end, that don't count: the load isn't full there.
     """
-    counted = [each for each in answers if window[0] <= each.sent_at < window[1]]
-    return any(
-        _misses(counted, goal, now) > CERTAIN * goal.allowed * max(expected, len(counted)) + CERTAIN_MORE
-        for goal in goals
+    names = ("errors", "ttfts", "latencies", "output_lens", "start_times")
+    sent = sorted(zip(*(result[name] for name in names), strict=True), key=lambda row: row[-1])
+    rows = sent[skip : len(sent) - skip]
+    good = [row for row in rows if not row[0]]
+    times: dict[str, list[float]] = {
+        "ttft": sorted(row[1] for row in good),
+        # An answer of one token has no time per further token.
+        "tpot": sorted((row[2] - row[1]) / (row[3] - 1) for row in good if row[3] > 1),
+        "latency": sorted(row[2] for row in good),
+    }
+    ends = [row[4] + row[2] for row in rows] if not skip else [sent[-skip][4]]
+    length = max([end - rows[0][4] for end in ends if rows], default=0.0) or 1e-9
+    return LoadPoint(
+        value=value,
+        completed=len(good),
+        failed=len(rows) - len(good),
+        rate=len(good) / length,
+        tokens_per_s=sum(row[3] for row in good) / length,
+        in_flight=sum(times["latency"]) / length,
+        seconds={goal.name: _percentile(times[goal.metric], goal.percentile) for goal in shown(goals)},
+        error=next((str(row[0]).strip().splitlines()[-1] for row in rows if row[0]), ""),
     )
 
 
-def is_clear(
-    load: LoadLevel,
-    answers: Iterable[LoadAnswer],
-    goals: Iterable[Goal],
-    window: tuple[float, float],
-    now: float,
-) -> bool:
-    """Return whether a closed loop holds its goals for certain; False for an open one: a queue grows slowly.
+def _percentile(values: Sequence[float], percentile: int) -> float:
+    """Return a percentile of ascending values, by nearest rank; 0 if there is no value."""
+    return values[max(0, math.ceil(percentile / 100 * len(values)) - 1)] if values else 0.0
 
-    Args:
-        load: The load.
-        answers: The requests so far.
-        goals: The goals.
-        window: Begin and end of the time in which requests count.
-        now: The time.
+
+def read_reports(paths: Sequence[Path], over: Axis, goals: Sequence[Goal]) -> tuple[str, list[LoadPoint]]:
+    """Return the model and the points, by load, of reports of GuideLLM or of `vllm bench serve`.
+
+    Raises:
+        ReportError: A file can't be read, is no such report, or lacks the figure of a goal.
     """
-    if load.loop == "open":
-        return False
-    counted = [each for each in answers if window[0] <= each.sent_at < window[1]]
-    return all(
-        _misses(counted, goal, now) <= goal.allowed * _decided(counted, goal, now) / CERTAIN - CERTAIN_MORE
-        for goal in goals
-    )
+    points: list[LoadPoint] = []
+    model = ""
+    for path in paths:
+        try:
+            report = json.loads(path.read_text())
+        except OSError as error:
+            raise ReportError(f"{path}: {error.strerror}") from None
+        except ValueError:
+            raise ReportError(f"{path}: this is not JSON; take the file of --save-result") from None
+        try:
+            if "benchmarks" in report:
+                points += [_guidellm(each["metrics"], over, goals) for each in report["benchmarks"]]
+            else:
+                points.append(_vllm(report, over, goals))
+                model = report.get("model_id", model)
+        except ReportError as error:
+            raise ReportError(f"{path}: {error}") from None
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ReportError(
+                f"{path}: this is no report of GuideLLM or of `vllm bench serve --save-result` ({error!r})"
+            ) from None
+    if not points:
+        raise ReportError(f"{paths[0]}: it has no load")
+    return model, sorted(points, key=lambda point: point.value)
 
 
-def _misses(counted: Iterable[LoadAnswer], goal: Goal, now: float) -> int:
-    return sum(_missed(each, goal, now) for each in counted)
+def _vllm(report: JSON, over: Axis, goals: Sequence[Goal]) -> LoadPoint:
+    option = "max_concurrency" if over == "concurrency" else "request_rate"
+    value = report[option]
+    if not isinstance(value, int | float):
+        raise ReportError(
+            f"it was made without --{option.replace('_', '-')}; make another one, or take --over"
+        )
+    if "latencies" in report and "ttfts" in report:
+        return point_of(value, report, goals)
+    metrics = {name: report[f"median_{name}_ms"] for name in ("ttft", "tpot")}
+    seconds = {f"{name}_p50": each / 1e3 for name, each in metrics.items()}
+    for goal in goals:
+        found = report.get(f"p{goal.percentile}_{VLLM_NAMES[goal.metric]}_ms")
+        if found is None:
+            raise ReportError(
+                f"it has no figure for {goal.name}; add --metric-percentiles {goal.percentile} "
+                "--percentile-metrics ttft,tpot,e2el to `vllm bench serve`"
+            )
+        seconds[goal.name] = found / 1e3
+    tokens = report["total_output_tokens"] / max(report["completed"], 1)
+    life = seconds["ttft_p50"] + seconds["tpot_p50"] * max(tokens - 1, 0)
+    rate = report["request_throughput"]
+    in_flight = value if over == "concurrency" else rate * life
+    done = report["completed"], report.get("failed", 0)
+    return LoadPoint(value, *done, rate, report["output_throughput"], in_flight, seconds)
 
 
-def _decided(counted: Iterable[LoadAnswer], goal: Goal, now: float) -> int:
-    """Return the number of requests that have missed a goal or held it."""
-    found = (each.seconds(goal.metric, now) for each in counted)
-    return sum(each is not None and (each[1] or each[0] >= goal.bound) for each in found)
+def _guidellm(metrics: JSON, over: Axis, goals: Sequence[Goal]) -> LoadPoint:
+    def mean(name: str) -> float:
+        return float(metrics[name]["successful"]["mean"])
+
+    seconds = {}
+    for goal in shown(goals):
+        name, unit = GUIDELLM_NAMES[goal.metric]
+        summary = metrics[name]["successful"]
+        found = {"p50": summary["median"]} | summary["percentiles"]
+        if (point := f"p{goal.percentile:02}") not in found:
+            raise ReportError(f"it has no {goal.name}; its percentiles are {', '.join(found)}")
+        seconds[goal.name] = found[point] * unit
+    totals = metrics["request_totals"]
+    rate, in_flight = mean("requests_per_second"), mean("request_concurrency")
+    value = round(in_flight) if over == "concurrency" else rate
+    tokens = rate * mean("output_token_count")
+    return LoadPoint(value, totals["successful"], totals["errored"], rate, tokens, in_flight, seconds)
 
 
-def _missed(answer: LoadAnswer, goal: Goal, now: float) -> bool:
-    found = answer.seconds(goal.metric, now)
-    return found is not None and found[0] >= goal.bound
+# The benchmark
 
 
-def _in_flight(
-    answers: Iterable[LoadAnswer], begin: float, end: float, now: float
-) -> tuple[tuple[float, float, float], int]:
-    """Return the mean number in flight of each third of a window, and the number exceeded in 1% of it."""
-    length = (end - begin) / 3
-    if length <= 0:
-        return (0.0, 0.0, 0.0), 0
-    sums = [0.0, 0.0, 0.0]
-    changes: list[tuple[float, int]] = []
-    for answer in answers:
-        left = now if answer.ended_at is None else answer.ended_at
-        for number in range(3):
-            third = begin + number * length
-            sums[number] += max(0.0, min(left, third + length) - max(answer.sent_at, third))
-        if left > begin and answer.sent_at < end:
-            changes += [(max(answer.sent_at, begin), 1), (min(left, end), -1)]
-    lasted: dict[int, float] = {}
-    at, number = begin, 0
-    for when, change in [*sorted(changes), (end, 0)]:
-        lasted[number] = lasted.get(number, 0.0) + when - at
-        at, number = when, number + change
-    over, peak = 0.0, 0
-    for number in sorted(lasted, reverse=True):
-        over += lasted[number]
-        peak = number
-        if over > 0.01 * (end - begin):
-            break
-    first, second, third = (each / length for each in sums)
-    return (first, second, third), peak
+class Bench:
+    """vLLM's benchmark in a child process, against one model; an asynchronous context manager.
 
-
-# The generator
-
-
-class Generator:
-    """Puts load steps on a service; an asynchronous context manager.
-
-    An open loop keeps its schedule whatever the service does, and the time of a request counts from when it
-    was due. An answer other than 200, an answer that breaks off and an answer without a token are failures.
+    The child ends with this object, and with this process.
 
     Attributes:
-        sent: Requests that were sent so far and not refused.
+        sent: Requests so far.
 
     Args:
-        service: The service.
-        requests: Makes the requests.
+        url: Base URL of the service.
+        model: The model.
+        key: The API key; None: no key.
+        over: What is raised.
+        input: Tokens of a prompt.
+        output: Tokens of an answer.
         goals: The goals.
-        most: Most requests in flight.
-        sleep: Waits some seconds.
+        seconds: Length of a load.
+        seed: Seed of the lengths and prompts.
+        command: Starts the child.
     """
 
     def __init__(
         self,
-        service: Service,
-        requests: Requests,
-        goals: tuple[Goal, ...],
+        url: str,
+        model: str,
+        key: str | None,
+        over: Axis,
+        input: TokenLengths,
+        output: TokenLengths,
+        goals: Sequence[Goal],
+        seconds: float,
         *,
-        most: int = MOST_IN_FLIGHT,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        seed: int = 0,
+        command: Sequence[str] = BENCH,
     ) -> None:
-        self._service = service
-        self._requests = requests
+        self._url = url
+        self._model = model
+        self._over = over
+        self._lengths = input, output
         self._goals = goals
-        self._most = most
-        self._clock = service.clock
-        self._sleep = sleep
-        self._answers: list[LoadAnswer] = []
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._late_s = 0.0
+        self._seconds = seconds
+        self._seeds = count(seed * 1_000)
+        self._command = command
+        # vLLM's client takes the key, and the way to the service, from the environment.
+        self._environment = {name: each for name, each in os.environ.items() if name != "OPENAI_API_KEY"}
+        self._environment["NO_PROXY"] = ",".join(
+            filter(None, (os.environ.get("NO_PROXY"), "localhost,127.0.0.1,::1"))
+        )
+        if key is not None:
+            self._environment["OPENAI_API_KEY"] = key
+        self._last: LoadPoint | None = None
         self.sent = 0
 
     async def __aenter__(self) -> Self:
+        self._process = await asyncio.create_subprocess_exec(
+            *self._command,
+            str(os.getpid()),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            env=self._environment,
+            limit=LINE_BYTES,
+            # Ctrl-C in a terminal is for this process, which ends the child.
+            start_new_session=True,
+        )
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await self._end()
+        if self._process.returncode is None:
+            self._process.kill()
+        await self._process.wait()
 
-    async def facts(self) -> ModelFacts:
-        """Return the facts about the model."""
-        return await self._service.facts(self._requests.model)
+    async def alone(self) -> LoadPoint:
+        """Return the point of a lone client; its load is its requests per second if the rate is raised."""
+        point = await self._measure(1.0, closed=True)
+        return point if self._over == "concurrency" else replace(point, value=point.rate)
 
-    async def step(
-        self, load: LoadLevel, *, seconds: float, warm_up: float, drain: float, seed: int, early: bool = False
-    ) -> LoadStep:
-        """Put a load on the service, and return what came of it.
+    async def measure(self, value: float) -> LoadPoint:
+        """Return the point of a load.
 
-        A step that has missed a goal for certain ends before its time. Requests that still run at the end are
-        cut off.
-
-        Args:
-            load: The load.
-            seconds: Length of the window in which requests count.
-            warm_up: Seconds before the window.
-            drain: Most seconds after the window, in which the load goes on.
-            seed: Seed of the random numbers.
-            early: Whether the step may end before its time once the goals hold for certain.
+        Raises:
+            BenchError: The benchmark failed, or took too long.
         """
-        self._requests.begin(seed)
-        self._answers, self._late_s = [], 0.0
-        others = (await self.facts()).in_flight
-        began = self._clock()
-        window = began + warm_up, began + warm_up + seconds
-        expected = load.value * seconds if load.loop == "open" else 0.0
-        sender = asyncio.create_task(self._send(load, began, stagger_s=min(warm_up, seconds) / 2))
-        cut = False
-        try:
-            while not sender.done():
-                await self._sleep(LOOK_S)
-                now = self._clock()
-                if load.loop == "closed":
-                    expected = self._counted(window) / max(now - window[0], LOOK_S) * seconds
-                if now > window[0] and is_hopeless(self._answers, self._goals, window, expected, now):
-                    cut = now < window[1]
-                    break
-                if early and is_clear(load, self._answers, self._goals, window, now):
-                    break
-                if now >= window[1] and (now >= window[1] + drain or not self._unfinished(window)):
-                    break
-            if sender.done():
-                sender.result()
-            now = self._clock()
-        finally:
-            sender.cancel()
-            with suppress(asyncio.CancelledError):
-                await sender
-            # An answer that is cut off would look as if it had failed.
-            answers = [replace(each) for each in self._answers]
-            await self._end()
-        await self._settle(others)
-        return LoadStep.of(
-            load, self._goals, answers, window, began_at=began, now=now, cut=cut, late_s=self._late_s
+        return await self._measure(value, closed=self._over == "concurrency")
+
+    async def _measure(self, value: float, *, closed: bool) -> LoadPoint:
+        last = self._last
+        life = last.in_flight / last.rate if last else 0.0
+        # Requests per second: as many for each client as under the last load.
+        expected = (value * last.rate / last.value if last else 0.0) if closed else value
+        counted = min(max(LEAST_REQUESTS, math.ceil(expected * self._seconds)), MOST_REQUESTS)
+        # The first requests find a service that is filling up, and the last ones run while it empties.
+        skip = int(value) if closed else min(math.ceil(value * life), counted)
+        seed = next(self._seeds)
+        numbers = random.Random(seed)
+        input, output = self._lengths
+        requests = [(input.draw(numbers), output.draw(numbers)) for _ in range(counted + 2 * skip)]
+        task = Task(
+            self._url,
+            self._model,
+            requests,
+            clients=int(value) if closed else None,
+            rate=None if closed else value,
+            ramp_s=life if closed else 0.0,
+            seed=seed,
         )
+        self.sent += len(requests)
+        found = point_of(value, await self._ask(task), self._goals, skip)
+        if found.rate:
+            self._last = found
+        return found
 
-    def start(self, clients: int, seed: int) -> None:
-        """Start clients that run until the generator is closed, for a load beside another one."""
-        self._requests.begin(seed)
-        for _ in range(min(clients, self._most)):
-            self._spawn(self._client(self._clock()))
-
-    def tokens_between(self, begin: float, end: float) -> float:
-        """Return the tokens of answers between two times on the clock, spread evenly over each answer."""
-        total, now = 0.0, self._clock()
-        for answer in self._answers:
-            if answer.first_at is None or answer.failed or answer.ended_at is None:
-                continue
-            last = min(answer.ended_at, now)
-            inside = min(last, end) - max(answer.first_at, begin)
-            total += answer.tokens * max(0.0, inside) / max(last - answer.first_at, 1e-9)
-        return total
-
-    async def _send(self, load: LoadLevel, began: float, stagger_s: float) -> None:
-        """Send the requests of a load, without end."""
-        if load.loop == "closed":
-            clients = int(load.value)
-            for number in range(clients):
-                # Clients that begin at once would stay in step.
-                await self._wait_until(began + stagger_s * number / clients)
-                self._spawn(self._client(self._clock()))
-            await asyncio.Event().wait()
-        due = began
-        while True:
-            due += self._requests.gap() / load.value
-            await self._wait_until(due)
-            answer, ask = self._next(due)
-            if len(self._tasks) >= self._most:
-                answer.failed, answer.ended_at = True, self._clock()
-            else:
-                self._spawn(self._call(answer, ask))
-
-    async def _wait_until(self, due: float) -> None:
-        # The loop gets a turn every time, so that a rate which is too high blocks nothing.
-        await self._sleep(max(0.0, due - self._clock()))
-        self._late_s = max(self._late_s, self._clock() - due)
-
-    async def _client(self, due: float) -> None:
-        while True:
-            answer, ask = self._next(due)
-            await self._call(answer, ask)
-            if answer.failed:
-                # A refusal is quick; the next request mustn't come at once.
-                await self._sleep(LOOK_S)
-            due = self._clock()
-
-    def _next(self, due: float) -> tuple[LoadAnswer, LoadRequest]:
-        ask = self._requests.next()
-        answer = LoadAnswer(due, ask.tokens)
-        self._answers.append(answer)
-        return answer, ask
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _call(self, answer: LoadAnswer, ask: LoadRequest) -> None:
-        self.sent += 1
+    async def _ask(self, task: Task) -> JSON:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        limit = LIMIT_S + LIMIT_FACTOR * self._seconds
+        self._process.stdin.write(f"{json.dumps(task._asdict())}\n".encode())
         try:
-            await self._service.send(ask, answer)
-        except ServiceError as error:
-            self.sent -= error.unreachable or error.status is not None
-
-    def _counted(self, window: tuple[float, float]) -> int:
-        return sum(window[0] <= each.sent_at < window[1] for each in self._answers)
-
-    def _unfinished(self, window: tuple[float, float]) -> bool:
-        return any(each.ended_at is None and window[0] <= each.sent_at < window[1] for each in self._answers)
-
-    async def _end(self) -> None:
-        """Cut off requests that still run."""
-        for task in (tasks := list(self._tasks)):
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _settle(self, others: int) -> None:
-        """Wait until no request of a step runs in the service, apart from the number that ran before."""
-        for _ in range(SETTLE_LOOKS):
-            if (await self.facts()).in_flight <= others:
-                return
-            await self._sleep(SETTLE_S)
+            async with asyncio.timeout(limit):
+                line = await self._process.stdout.readline()
+        except TimeoutError:
+            raise BenchError(f"a load of {self._seconds:g} s took longer than {limit:.0f} s") from None
+        if not line:
+            code = await self._process.wait()
+            raise BenchError(f"vLLM's benchmark ended by itself, with status {code}; is vLLM installed?")
+        answer: dict[str, Any] = json.loads(line)
+        if "failure" in answer:
+            raise BenchError(f"vLLM's benchmark failed: {answer['failure']}")
+        return answer

@@ -1,17 +1,15 @@
 """Charts: the loads of a tuning, and the points of a profile."""
 
 import importlib.util
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from serve_app.system.extras import extra
-from serve_app.tuning.load import LoadStep
 from serve_app.tuning.profiling import Fit, Timing
-from serve_app.tuning.tune_report import Tuning
+from serve_app.tuning.tuner import Tuning
 
-BLUE, GRAY, RED = "#1f77b4", "#9a9a9a", "#c44e52"
+BLUE, RED = "#1f77b4", "#c44e52"
 
 
 class PlotError(Exception):
@@ -35,14 +33,18 @@ def draw_tuning(tuning: Tuning, path: Path) -> None:
         OSError: The file can't be written.
     """
     figure, axes = _panels(len(tuning.goals), sharex=True)
+    points = sorted((point for point in tuning.points if point.completed), key=lambda point: point.value)
     for goal, axis in zip(tuning.goals, axes, strict=True):
-        for loop, color, label in (("open", BLUE, "at random times"), ("closed", GRAY, "from clients")):
-            steps = [step for step in tuning.steps if step.load.loop == loop]
-            _loads(axis, steps, goal.metric, goal.percentile, color, label)
+        axis.plot([each.value for each in points], [each.seconds[goal.name] for each in points], color=BLUE)
+        for marker, kept in (("o", True), ("x", False)):
+            chosen = [each for each in points if (not each.misses(tuning.goals)) is kept]
+            times = [each.seconds[goal.name] for each in chosen]
+            label = "holds" if kept else "breaks"
+            axis.plot([each.value for each in chosen], times, marker, color=BLUE, label=label)
         axis.axhline(goal.bound, color=RED, linestyle="--", linewidth=1, label=str(goal))
         axis.set_ylabel(f"{goal.name} (s)")
         axis.set_ylim(0, 3 * goal.bound)
-    axes[-1].set_xlabel("requests per second")
+    axes[-1].set_xlabel("clients" if tuning.over == "concurrency" else "requests per second")
     _save(figure, axes, f"{tuning.model}: {tuning.requests}", path)
 
 
@@ -98,14 +100,3 @@ def _save(figure: Any, axes: Sequence[Any], title: str, path: Path) -> None:
     axes[0].set_title(title, fontsize=10, loc="left", parse_math=False)
     figure.savefig(path, dpi=150, format="png")
     pyplot.close(figure)
-
-
-def _loads(axis: Any, steps: list[LoadStep], metric: Any, percentile: int, color: str, label: str) -> None:
-    points = [(step.rate, step.figure(metric, percentile), step.holds) for step in steps]
-    finite = sorted(point for point in points if math.isfinite(point[1]))
-    if not finite:
-        return
-    axis.plot([x for x, *_ in finite], [y for _, y, _ in finite], "-", color=color, label=label)
-    for holds, marker in ((True, "o"), (False, "x")):
-        chosen = [(x, y) for x, y, held in finite if held is holds]
-        axis.plot([x for x, _ in chosen], [y for _, y in chosen], marker, color=color)

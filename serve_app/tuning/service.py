@@ -48,6 +48,7 @@ class ModelFacts:
         load_s: Seconds that the engine took to load the model.
         sleep_s: Seconds that falling asleep took the last time; 0: the model has not slept.
         wake_s: Seconds that waking up took the last time.
+        names: Ids of the replicas.
     """
 
     model: str
@@ -61,6 +62,7 @@ class ModelFacts:
     load_s: float = 0.0
     sleep_s: float = 0.0
     wake_s: float = 0.0
+    names: frozenset[str] = frozenset()
 
 
 class LoadRequest(NamedTuple):
@@ -216,6 +218,7 @@ class Service:
             load_s=first.load_s or 0.0,
             sleep_s=first.turn.sleep_s if first.turn else 0.0,
             wake_s=first.turn.wake_s if first.turn else 0.0,
+            names=frozenset(replica.replica or "" for replica in report.replicas),
         )
 
     async def first_answer(self, model: str) -> None:

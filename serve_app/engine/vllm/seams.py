@@ -1,9 +1,9 @@
 """Names of vLLM that are not public: the use of each, the issue, the version that ends it, and a guard.
 
 Public is what vLLM's documentation names for use from outside: the client and its options, parameters,
-outputs and errors, the protocol of the OpenAI server, and the points where vLLM takes in other classes
-(executor, statistics, parsers) with the types that these points pass. `PUBLIC` has these names.
-`SEAMS` has all others; the package imports them from here:
+outputs and errors, the protocol of the OpenAI server, the benchmark of `vllm bench serve`, and the points
+where vLLM takes in other classes (executor, statistics, parsers) with the types that these points pass.
+`PUBLIC` has these names. `SEAMS` has all others; the package imports them from here:
 
     from serve_app.engine.vllm.seams import build_app
 
@@ -19,6 +19,8 @@ from serve_app.system.seams import Seam, load, look_for
 
 PUBLIC: dict[str, str] = {
     "vllm": "SamplingParams envs",
+    "vllm.benchmarks.datasets": "SampleRequest",
+    "vllm.benchmarks.serve": "TaskType benchmark",
     "vllm.config": "VllmConfig",
     "vllm.engine.arg_utils": "AsyncEngineArgs",
     "vllm.entrypoints.openai.chat_completion.protocol": "ChatCompletionRequest",

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from serve_app.simulation.profiles import Profile
-from serve_app.tuning.load import Generator, LoadLevel, LoadStep, Requests
 from serve_app.tuning.service import Service
 from tests.benchmarks.measuring import progress
+from tests.benchmarks.plan.load import Generator, LoadLevel, LoadStep, Requests
 from tests.benchmarks.plan.loads import Level
 from tests.benchmarks.plan.planned import planned
 from tests.benchmarks.serve.groups import CLIENT

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from serve_app.simulation.profiles import Profile
-from serve_app.tuning.load import LoadLevel
 from serve_app.tuning.planning import expected_latency_s, full_rate
 from serve_app.tuning.twin import ReplicaSettings
 from serve_app.tuning.workload import TokenLengths, Workload
+from tests.benchmarks.plan.load import LoadLevel
 
 WARM_UP_S = 5.0, 30.0
 """Least and most seconds before those that count; between them it is the time that a request takes."""

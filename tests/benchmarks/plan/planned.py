@@ -1,10 +1,10 @@
 """The planning model, with the requests of a run and with random ones."""
 
 from serve_app.simulation.profiles import Profile
-from serve_app.tuning.load import LoadStep, Requests
 from serve_app.tuning.planning import RUNS, Figures, Trials
 from serve_app.tuning.service import LoadAnswer
 from serve_app.tuning.twin import Fleet, ReplicaSettings, replay
+from tests.benchmarks.plan.load import LoadStep, Requests
 from tests.benchmarks.plan.loads import Level
 
 

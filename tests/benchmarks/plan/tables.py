@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from functools import reduce
 
 from serve_app.tuning.goals import Metric
-from serve_app.tuning.load import LoadStep
 from serve_app.tuning.planning import Figures
 from tests.benchmarks import report
 from tests.benchmarks.measuring import Row, Table, ratios
 from tests.benchmarks.plan.live import Pair
+from tests.benchmarks.plan.load import LoadStep
 from tests.benchmarks.plan.loads import Level
 
 CLOSE = 0.9, 1.1

@@ -8,7 +8,7 @@ from serve_app.cli.tune_config import ChangeError, changed
 from serve_app.settings.user_config import parse_user_config
 from serve_app.tuning.tuner import TunedSettings
 
-CHOICE = TunedSettings(10.0, 40, 15, 30, {"ttft_p99_s": 0.5})
+CHOICE = TunedSettings(15, 30, {"ttft_p99_s": 0.5})
 
 
 def config(**deployment: Any) -> Any:
@@ -19,42 +19,40 @@ def config(**deployment: Any) -> Any:
 
 def test_settings_go_where_they_restart_nothing() -> None:
     before = config(user_config={"batcher": {"capacity_tokens": 9}})
-    change = changed(before, "m", CHOICE)
-    (app,) = change.config["applications"]
+    (app,) = changed(before, "m", CHOICE)["applications"]
     assert app["args"] == before["applications"][0]["args"]
     _, engine = app["deployments"]
     assert engine["user_config"]["batcher"] == {
         "capacity_tokens": 9,
-        "max_running": 40,
         "max_queue_size": 15,
         "goals": {"ttft_p99_s": 0.5},
     }
     parse_user_config(engine["user_config"])
-    assert change.left_out == ("target_ongoing_requests: the model has a fixed number of replicas",)
     # The config that was given stays as it is.
-    assert "max_running" not in before["applications"][0]["deployments"][1]["user_config"]["batcher"]
+    assert "max_queue_size" not in before["applications"][0]["deployments"][1]["user_config"]["batcher"]
 
 
 def test_the_target_of_the_scaling_changes() -> None:
     before = config(autoscaling_config={"max_replicas": 4, "target_ongoing_requests": 2})
-    change = changed(before, "m", CHOICE)
-    (app,) = change.config["applications"]
+    (app,) = changed(before, "m", CHOICE)["applications"]
     assert app["deployments"][1]["autoscaling_config"] == {"max_replicas": 4, "target_ongoing_requests": 30}
-    before = config(autoscaling_config={"max_replicas": 4, "policy": {"policy_function": "x:Y"}})
-    assert "its policy has another target" in changed(before, "m", CHOICE).left_out[0]
+    # A policy has a target of its own.
+    scaling = {"max_replicas": 4, "policy": {"policy_function": "x:Y"}}
+    (app,) = changed(config(autoscaling_config=scaling), "m", CHOICE)["applications"]
+    assert app["deployments"][1]["autoscaling_config"] == scaling
 
 
 def test_a_model_without_a_deployment_gets_one() -> None:
     before = config()
     del before["applications"][0]["deployments"]
-    (app,) = changed(before, "m", CHOICE).config["applications"]
+    (app,) = changed(before, "m", CHOICE)["applications"]
     assert [each["name"] for each in app["deployments"]] == ["Engine:m"]
 
 
 def test_a_key_without_a_value_is_an_empty_list() -> None:
     before = config()
     before["applications"][0]["deployments"] = None
-    (app,) = changed(before, "m", CHOICE).config["applications"]
+    (app,) = changed(before, "m", CHOICE)["applications"]
     assert [each["name"] for each in app["deployments"]] == ["Engine:m"]
 
 

@@ -9,12 +9,10 @@ from uuid import uuid4
 import fsspec
 import pytest
 
-from serve_app.ledger import report
 from serve_app.ledger.prices import Prices
 from serve_app.ledger.report import BY, LedgerError, LedgerFiles
-from serve_app.ledger.rows import LedgerRow, encode, utc
+from serve_app.ledger.rows import LedgerRow, encode
 from serve_app.settings.usage import PriceSettings
-from serve_app.wire.usage import Tokens
 from tests.serve_app.ledger.ledgers import ROWS, START, lines, save
 
 DAY = "2027-01-15"
@@ -128,42 +126,3 @@ class Moving(LedgerFiles):
 def test_a_segment_that_becomes_parquet_meanwhile_counts_once(tmp_path: Path) -> None:
     save(tmp_path, DAY, "a.00000", ROWS, parquet=False)
     assert sum(line.total.calls for line in Moving(str(tmp_path)).sums(["tenant"])) == 4
-
-
-# Lengths
-
-
-def row(number: int, **fields: Any) -> LedgerRow:
-    given: dict[str, Any] = {"time": utc(START), "model": "m", "endpoint": "/v1/chat/completions"}
-    return LedgerRow(call=f"a-{number}", **(given | {"prompt_tokens": number, "output_tokens": 1} | fields))
-
-
-CALLS = [
-    row(10, cached_tokens=4, output_tokens=3),
-    row(11, source="handle", endpoint="call", adapter="m:a"),
-    row(12, source="batch"),
-    row(13, source="warm_up"),
-    row(14, outcome="cancelled"),
-    row(15, endpoint="/generate"),
-    row(16, output_tokens=0),
-    row(17, time=utc(START - 3600)),
-    row(18, model="n"),
-]
-
-
-@pytest.mark.parametrize("parquet", [False, True])
-def test_answered_live_calls_are_taken_with_their_tokens(tmp_path: Path, parquet: bool) -> None:
-    save(tmp_path, DAY, "a.00000", CALLS, parquet=parquet)
-    assert LedgerFiles(str(tmp_path)).lengths(utc(START)) == {
-        "m": [Tokens(10, 4, 3)],
-        "m:a": [Tokens(11, 0, 1)],
-        "n": [Tokens(18, 0, 1)],
-    }
-
-
-def test_each_call_is_as_likely_to_be_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "MOST_LENGTHS", 100)
-    save(tmp_path, DAY, "a.00000", [row(number) for number in range(1, 2001)], parquet=False)
-    kept = [call.prompt for call in LedgerFiles(str(tmp_path)).lengths()["m"]]
-    assert len(set(kept)) == len(kept) == 100
-    assert 700 < sum(kept) / len(kept) < 1300

@@ -12,7 +12,8 @@ from aiohttp import web
 
 REFUSAL = {"error": {"message": "no"}}
 
-MODELS = {"data": [{"id": "m", "owned_by": "saturate", "kind": "llm", "parent": None, "max_model_len": 4096}]}
+CARD = {"id": "m", "owned_by": "saturate", "kind": "llm", "parent": None, "max_model_len": 4096}
+MODELS = {"data": [CARD]}
 
 
 @dataclass
@@ -29,6 +30,8 @@ class StreamingServer:
         others_running: Those of them that run.
         replicas: Replicas in the statistics.
         max_running: The same.
+        model: The id of the model.
+        renamed_after: Looks at the statistics after which the replicas are new ones; None: they stay.
         bodies: The bodies that came.
         paths: Their paths.
         cut: Answers whose client has left before their end.
@@ -44,6 +47,9 @@ class StreamingServer:
     others_running: int = 0
     replicas: int = 1
     max_running: int = 64
+    model: str = "m"
+    renamed_after: int | None = None
+    looks: int = 0
     bodies: list[Any] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     cut: int = 0
@@ -91,7 +97,7 @@ class StreamingServer:
             self.running -= 1
 
     async def models(self, request: web.Request) -> web.Response:
-        return web.json_response(MODELS)
+        return web.json_response({"data": [CARD | {"id": self.model}]})
 
     async def health(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "ready"})
@@ -111,7 +117,10 @@ class StreamingServer:
             "queue_depth": 0,
             "total_submitted": (len(self.bodies) if self.status == 200 else 0) + self.others,
         }
-        return {"models": {"m": {"replicas": [{"batcher": batcher}] * self.replicas}}}
+        self.looks += 1
+        new = self.renamed_after is not None and self.looks > self.renamed_after
+        replica = {"replica": "new" if new else "old", "batcher": batcher}
+        return {"models": {self.model: {"replicas": [replica] * self.replicas}}}
 
 
 class StreamingTransport(httpx.AsyncBaseTransport):

@@ -1,4 +1,4 @@
-"""The words, the tables and the JSON of `saturate plan` and `saturate tune`; reports/ has the texts in full.
+"""The words, the tables and the JSON of `saturate plan`; reports/ has the texts in full.
 
 `python -m tests.serve_app.tuning.test_report` writes the texts anew.
 """
@@ -15,12 +15,8 @@ from serve_app.simulation.profiles import PROFILES
 from serve_app.tuning.goals import METRICS, parse_goals
 from serve_app.tuning.plan_report import PlanReport
 from serve_app.tuning.planning import NoPlanError, Plan, Trial, Trials, full_rate
-from serve_app.tuning.tune_report import BesideBatch, Tuning, body
-from serve_app.tuning.tune_report import text as tune_text
-from serve_app.tuning.tuner import Edge
 from serve_app.tuning.twin import ReplicaSettings
 from serve_app.tuning.workload import TokenLengths, Workload
-from tests.serve_app.tuning.load_results import step, tuning
 
 FOLDER = Path(__file__).parent / "reports"
 PROFILE = PROFILES["h100-8b"]
@@ -93,29 +89,11 @@ def overloaded() -> str:
     return found.text(plan(found, replicas=2, least=2))
 
 
-def tuned() -> str:
-    """A tuning whose settings were applied, with batch work beside live traffic."""
-    found = tuning()
-    found.applied = (step(19.0, ttft=0.7), step(18.0))
-    found.batch = BesideBatch(step(10.0, ttft=0.7), 1234.0)
-    return tune_text(found)
-
-
-def no_edge() -> str:
-    """A tuning without a rate that holds."""
-    found = tuning()
-    broken = step(1.0, ttft=0.7)
-    found.open = Edge(None, broken, (broken,), (broken,))
-    return tune_text(found)
-
-
 TEXTS: dict[str, Callable[[], str]] = {
     "plan-missed": missed,
     "plan-priced": priced,
     "plan-great-numbers": great,
     "plan-overloaded": overloaded,
-    "tune": tuned,
-    "tune-no-edge": no_edge,
 }
 
 
@@ -177,19 +155,6 @@ def test_the_json_of_no_plan_has_the_reason_and_the_best_trial() -> None:
     lone = found.no_plan(NoPlanError("it is alone", best.figures, best.misses))
     assert lone["best_settings"] is None
     assert json.loads(json.dumps(lone, allow_nan=False))["best"] == read["best"]
-
-
-def test_the_json_of_a_tuning_is_json_where_requests_failed() -> None:
-    found: Tuning = tuning()
-    found.single = (step(30.0, failed=True),)
-    read = json.loads(json.dumps(body(found), allow_nan=False))
-    assert read["highest_rate"]["held"]["value"] == 20.0
-    assert read["highest_rate"]["broken"] == 21.0
-    settings = {"max_running": 40, "max_queue_size": 15, "goals": {"ttft_p99_s": 0.5}}
-    assert read["choice"]["batcher"] == settings
-    last = read["steps"][-1]
-    assert last["failed"] == last["requests"] == 300
-    assert last["seconds"]["ttft_p99"] is last["seconds"]["latency_p95"] is None
 
 
 if __name__ == "__main__":

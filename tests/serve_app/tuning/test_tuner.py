@@ -1,225 +1,128 @@
-"""The tuning of services in virtual time, beside an exhaustive grid of loads."""
+"""The search for the highest load, and the settings and words for it."""
 
-import asyncio
-from dataclasses import dataclass, replace
-from functools import cache
+import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from serve_app.simulation.profiles import PROFILES
 from serve_app.tuning.goals import parse_goals
-from serve_app.tuning.load import LoadLevel, LoadStep, Loop
-from serve_app.tuning.planning import full_rate
-from serve_app.tuning.tuner import Edge, LoneMissError, Tuner, choose, is_small
-from serve_app.tuning.twin import ReplicaSettings
-from serve_app.tuning.workload import TokenLengths, Workload
-from tests.serve_app.tuning.virtual_load import VirtualService
-
-GRID = 40
-"""Rates of the grid, evenly up to 5% more than what the device can do at all."""
-
-SEEDS = 20
+from serve_app.tuning.load import LoadPoint
+from serve_app.tuning.tuner import MARGIN, MOST_CLIENTS, MOST_POINTS, RESOLUTION, choose, search
+from tests.serve_app.tuning.loads import GOALS, point, tuning
 
 
-@dataclass(frozen=True)
-class Case:
-    """A device, its work and its goals; steps are long enough for some thousand requests."""
+async def found(edge: float, held: float, *, whole: bool) -> list[LoadPoint]:
+    """Return the loads of a search on a service that holds its goals up to an edge."""
+    points = []
 
-    device: str
-    input: str
-    output: str
-    goals: str
-    replicas: int
-    seconds: float
+    async def measure(value: float) -> LoadPoint:
+        points.append(point(value, ttft=0.2 if value <= edge else 0.7))
+        return points[-1]
 
-    @property
-    def workload(self) -> Workload:
-        return Workload.of(1.0, TokenLengths.parse(self.input), TokenLengths.parse(self.output))
-
-    def __str__(self) -> str:
-        return f"{self.device} {self.goals}"
-
-    def service(self) -> VirtualService:
-        return VirtualService(DEVICES[self.device], self.workload, parse_goals(self.goals), self.replicas)
-
-    def tuner(self, service: VirtualService, **options: object) -> Tuner:
-        tokens = self.workload.input.expected + self.workload.max_tokens
-        return Tuner(service, tokens, service.goals, seconds=self.seconds, **options)  # type: ignore[arg-type]
+    await search(measure, GOALS, held=held, whole=whole)
+    return points
 
 
-# The page's table is of devices whose requests take no time outside the engine.
-DEVICES = {name: each.model_copy(update={"request_ms": 0.0}) for name, each in PROFILES.items()}
-
-CASES = [
-    Case("h100-8b", "512:256", "128:64", "ttft_p99<0.5,tpot_p99<0.05", 1, 120),
-    Case("h100-8b", "512:256", "128:64", "ttft_p99<0.3,tpot_p99<0.03", 2, 120),
-    Case("h100-70b-tp4", "2000:1000", "200:100", "ttft_p99<1.5", 1, 600),
-    Case("h100-8b", "64", "64", "latency_p95<2", 1, 60),
-]
-every_case = pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=str(case), marks=[pytest.mark.long] if number else [])
-        for number, case in enumerate(CASES)
-    ],
-)
+@given(st.integers(1, 4_000))
+async def test_the_edge_of_clients_is_found_in_few_loads(edge: int) -> None:
+    points = await found(edge, 1.0, whole=True)
+    best = tuning(point(1), *points).best
+    assert best is not None
+    broken = min(each.value for each in points if each.misses(GOALS))
+    assert best.value <= edge < broken <= max(best.value + 1, best.value / (1 - RESOLUTION))
+    assert all(each.value == int(each.value) for each in points)
+    assert len(points) <= 17
+    assert len({each.value for each in points}) == len(points)
 
 
-@dataclass
-class Tuned:
-    """A case, and what was found."""
-
-    service: VirtualService
-    lone: LoadStep
-    closed: Edge
-    open: Edge
-    spent_s: float
-
-
-@cache
-def tuned(case: Case) -> Tuned:
-    """Return what a tuning of a case finds; other tests use it again."""
-    return asyncio.run(_tune(case))
+@given(st.floats(0.011, 5_000), st.floats(0.01, 10))
+async def test_the_edge_of_a_rate_is_found_above_a_lone_client(edge: float, lone: float) -> None:
+    points = await found(max(edge, lone), lone, whole=False)
+    best = tuning(point(lone), *points).best
+    assert best is not None
+    broken = min(each.value for each in points if each.misses(GOALS))
+    assert broken - best.value <= RESOLUTION * broken
+    assert len(points) <= MOST_POINTS
 
 
-async def _tune(case: Case) -> Tuned:
-    service = case.service()
-    tuner = case.tuner(service)
-    lone = await tuner.lone()
-    closed = await tuner.highest_concurrency()
-    open_ = await tuner.highest_rate(closed)
-    return Tuned(service, lone, closed, open_, service.spent_s)
+async def test_a_service_that_holds_every_load_ends_the_search() -> None:
+    points = await found(1e9, 1.0, whole=True)
+    assert points[-1].value == MOST_CLIENTS
+    assert len(await found(1e9, 1.0, whole=False)) == MOST_POINTS
 
 
-async def grid(case: Case, loop: Loop, most: float) -> tuple[float, float]:
-    """Measure 40 loads one after the other; return the best goodput that lasts, and the virtual seconds.
-
-    A load at the edge holds by chance. So a load counts if the goals hold in 19 of 20 other runs, as the
-    search promises for its settings. These runs don't count into the time.
-    """
-    service = case.service()
-    service.cuts = False
-
-    async def step(value: float, seed: int) -> LoadStep:
-        load = LoadLevel(loop, value if loop == "open" else max(1, round(value)))
-        share = case.seconds / 6
-        return await service.step(load, seconds=case.seconds, warm_up=share, drain=share, seed=seed)
-
-    async def lasts(value: float) -> bool:
-        broken = 0
-        for seed in range(SEEDS):
-            broken += not (await step(value, 2_000 + seed)).holds
-            if broken > 1:
-                return False
-        return True
-
-    values = [most * number / GRID for number in range(1, GRID + 1)]
-    found = {value: await step(value, 1_000 + number) for number, value in enumerate(values)}
-    spent_s = service.spent_s
-    for value in sorted((value for value in values if found[value].holds), reverse=True):
-        if await lasts(value):
-            return found[value].goodput, spent_s
-    raise AssertionError("no load of the grid holds")
+def test_a_load_above_one_that_breaks_is_no_answer() -> None:
+    found = tuning(point(1), point(8, ttft=0.7), point(16))
+    assert found.best == point(1)
 
 
-# A grid takes ten seconds and more.
-@pytest.mark.long
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_goodput_is_that_of_a_grid_in_a_fifth_of_its_time(case: Case) -> None:
-    found = tuned(case)
-    profile = DEVICES[case.device]
-    full = case.replicas * full_rate(profile, case.workload, ReplicaSettings.of(profile))
-    rates, rates_s = asyncio.run(grid(case, "open", 1.05 * full))
-    clients, clients_s = asyncio.run(grid(case, "closed", 1.5 * case.replicas * profile.max_num_seqs))
-    assert found.open.held is not None
-    assert found.closed.held is not None
-    share_s = found.spent_s / (rates_s + clients_s)
-    shares = found.open.held.goodput / rates, found.closed.held.goodput / clients, share_s
-    print(case, "rate, clients, time:", *(f"{share:.2f}" for share in shares))
-    assert found.open.held.goodput >= 0.95 * rates
-    assert found.closed.held.goodput >= 0.95 * clients
-    assert share_s <= 0.2
+def test_a_load_breaks_where_more_than_one_percent_fails() -> None:
+    assert point(8, completed=990, failed=10).misses(GOALS) == ()
+    assert point(8, completed=980, failed=11).misses(GOALS) == ("errors",)
+    assert point(8, completed=0, failed=0).misses(GOALS) == ("errors",)
 
 
-@every_case
-def test_the_goal_holds_with_the_settings_in_19_of_20_runs(case: Case) -> None:
-    found = tuned(case)
-    assert found.open.held is not None
-    facts = asyncio.run(found.service.facts())
-    choice = choose(found.open.held, facts, found.service.goals)
-    runs = held(case, choice.rate, choice.max_running)
-    print(case, "holds in", runs, "of", SEEDS)
-    assert runs >= SEEDS - 1
+def test_settings_come_from_the_load_by_littles_law() -> None:
+    settings = choose(point(40), parse_goals("ttft_p99<0.5,tpot_p99<0.05"), replicas=2)
+    # 20 requests/s, of which 10 in half a second: five of each replica, times 1.5.
+    assert settings.max_queue_size == 8
+    assert settings.target_ongoing_requests == int(MARGIN * 20)
+    assert settings.goals == {"ttft_p99_s": 0.5, "tpot_p99_s": 0.05}
+    assert choose(point(400), parse_goals("ttft_p90<0.5"), 1).batcher == {"max_queue_size": 150}
+    assert choose(point(400), parse_goals("tpot_p99<0.5"), 1).batcher == {"goals": {"tpot_p99_s": 0.5}}
+    # An answer takes 2 s of the 3 s.
+    assert choose(point(400), parse_goals("latency_p95<3"), 1).max_queue_size == 300
 
 
-def test_max_running_is_hardly_more_than_the_load_takes() -> None:
-    case = CASES[0]
-    found = tuned(case)
-    assert found.open.held is not None
-    facts = asyncio.run(found.service.facts())
-    choice = choose(found.open.held, facts, found.service.goals)
-    assert held(case, choice.rate, choice.max_running // 2) <= SEEDS // 4
+def test_the_text_has_the_loads_and_the_settings() -> None:
+    found = tuning()
+    found.applied = point(16, ttft=0.7)
+    assert found.text() == TEXT
+    assert not found.holds
 
 
-def held(case: Case, rate: float, max_running: int) -> int:
-    """Return how many of 20 runs with other random numbers hold the goals."""
-    service = case.service()
-    service.settings = replace(service.settings, max_running=max_running)
-
-    async def step(number: int) -> LoadStep:
-        return await service.step(
-            LoadLevel("open", rate),
-            seconds=case.seconds,
-            warm_up=case.seconds / 6,
-            drain=case.seconds / 6,
-            seed=10_000 + number,
-        )
-
-    return sum(asyncio.run(step(number)).holds for number in range(SEEDS))
+def test_the_text_says_why_no_load_holds() -> None:
+    found = tuning(point(1, ttft=0.7, completed=290, failed=10, error="Too Many Requests"))
+    assert not found.holds
+    assert (
+        "No load holds: at 1 client, ttft_p99 is 700 ms and 10 of 300 requests failed (Too Many Requests)\n"
+        in (found.text())
+    )
 
 
-async def test_a_goal_below_a_lone_request_is_told_with_what_was_seen() -> None:
-    case = replace(CASES[0], goals="ttft_p99<0.01,tpot_p99<0.05")
-    with pytest.raises(
-        LoneMissError, match=r"no load holds ttft_p99<0\.01: .* 0\.0\d+ s \(ttft p50\)"
-    ) as missed:
-        await case.tuner(case.service()).lone()
-    assert missed.value.step.sent > 3
+def test_the_json_has_every_load_and_the_settings() -> None:
+    read = json.loads(json.dumps(tuning().body(), allow_nan=False))
+    assert [load["load"] for load in read["loads"]] == [1, 16, 32, 17]
+    assert (read["highest"]["load"], read["applied"]) == (16, None)
+    assert read["settings"] == {
+        "batcher": {"max_queue_size": 8, "goals": {"ttft_p99_s": 0.5}},
+        "target_ongoing_requests": 14,
+    }
 
 
-def test_rates_alone_start_from_the_lone_request() -> None:
-    case = CASES[3]
-    service = case.service()
-    found = asyncio.run(case.tuner(service).highest_rate())
-    assert found.held is not None
-    together = tuned(case).open.held
-    assert together is not None
-    assert found.held.load.value == pytest.approx(together.load.value, rel=0.1)
-    assert len(found.steps) <= 12
+@pytest.mark.parametrize(("completed", "small"), [(299, True), (300, False)])
+def test_a_percentile_needs_answers(completed: int, small: bool) -> None:
+    assert point(8, completed=completed).is_small(GOALS) is small
 
 
-async def test_one_load_is_measured_again_where_it_is_unclear() -> None:
-    case = CASES[3]
-    service = case.service()
-    edge = tuned(case).open
-    assert edge.held is not None
-    clear = await case.tuner(service).measure(LoadLevel("open", edge.held.load.value / 2))
-    assert (clear.holds, service.steps) == (True, 1)
+TEXT = """\
+m: 512 tokens in, 128 out; ttft_p99<0.5, latency_p95<10
 
+   load        TTFT p50  TTFT p99  TPOT p50  TPOT p99  LATENCY p95  req/s  tok/s  in flight  answers
+   1 client      200 ms    200 ms   20.0 ms   30.0 ms       3.00 s    0.5     64          1      300  holds
+▶  16 clients    200 ms    200 ms   20.0 ms   30.0 ms       3.00 s      8  1,024         16      300  holds
+   17 clients    700 ms    700 ms   20.0 ms   30.0 ms       3.00 s    8.5  1,088         17      300  ttft_p99
+   32 clients    2.00 s    2.00 s   20.0 ms   30.0 ms       3.00 s     16  2,048         32      300  ttft_p99
 
-def test_few_requests_are_few_for_a_percentile() -> None:
-    held = tuned(CASES[0]).open.held
-    assert held is not None
-    assert not is_small(held)
-    assert is_small(replace(held, sent=250))
+highest load that holds: 16 clients, 8 requests/s, 1,024 tokens/s. Settings for it, in deployments:
+- name: "Engine:m"
+  user_config:
+    batcher:
+      max_queue_size: 8
+      goals:
+        ttft_p99_s: 0.5
+  # with autoscaling_config: target_ongoing_requests: 14 per replica
 
-
-async def test_each_step_is_told_before_and_after() -> None:
-    told: list[tuple[LoadLevel, bool]] = []
-    case = CASES[3]
-    tuner = case.tuner(case.service(), progress=lambda load, step: told.append((load, step is not None)))
-    await tuner.lone()
-    await tuner.measure(LoadLevel("open", 5.0))
-    assert told == [
-        (load, done) for load in (LoadLevel("closed", 1), LoadLevel("open", 5.0)) for done in (False, True)
-    ]
+with these settings the goals don't hold: at 16 clients, ttft_p99 is 700 ms
+"""
