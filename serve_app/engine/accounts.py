@@ -1,20 +1,16 @@
 """The accounts of a replica's calls: what they reserve of quotas, what they are charged, and their rows.
 
 A call is opened before anything is done with it, and ends once, with one count. The count settles its
-reservation and is written as its row; once the row is there, the service that keeps the quotas is told that
-the call is settled for good. So quotas and ledger have the same sums, whenever this process dies.
+reservation and is written as its row, so quotas and ledger have the same sums.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
 
 from serve_app.api.errors import RequestError
 from serve_app.api.headers import Headers
 from serve_app.ledger.calls import Call, CallBook
-from serve_app.ledger.rows import LedgerRow
 from serve_app.ledger.writer import Ledger, Writer, new_book
-from serve_app.quotas.client import Handle, QuotaClient, RemoteStore
-from serve_app.quotas.counters import Charge, key_subject, tenant_subject
+from serve_app.quotas.client import Handle, QuotaClient, remote_take
 from serve_app.settings.usage import UsageSettings
 from serve_app.wire.request import RelayRequest
 from serve_app.wire.usage import RequestUsage
@@ -24,9 +20,6 @@ BY_QUOTA = (b"x-saturate-refused-by", b"quota")
 
 FULL = 429
 """Status of a call for which there is no room now."""
-
-SETTLE_S = 30.0
-"""Seconds in which the service of the quotas settles for a process that has died."""
 
 
 class Accounts:
@@ -49,25 +42,21 @@ class Accounts:
         self, model: str, replica: str, settings: UsageSettings, quotas: Handle | None = None
     ) -> None:
         self.book: CallBook = new_book(model, replica)
-        self._rows = 0
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._client: QuotaClient | None = None
         if settings.quotas is not None and quotas is not None:
-            self._loop = asyncio.get_running_loop()
-            self._client = QuotaClient(
-                settings.quotas, RemoteStore(quotas), self.book.name, rows=lambda: self._rows
-            )
+            self._client = QuotaClient(settings.quotas, remote_take(quotas), self.book.name)
             self._client.start()
-        self._writer = (
-            Writer(settings, self.book, written=self._written, died=self._died).start()
-            if settings.ledger
-            else None
-        )
+        self._writer = Writer(settings, self.book).start() if settings.ledger else None
 
     @property
     def ledger(self) -> Ledger | None:
         """The ledger; None: there is none."""
         return None if self._writer is None else self._writer.ledger
+
+    @property
+    def unlimited(self) -> int | None:
+        """Calls that ran without limits while Quotas was away; None: there are no quotas."""
+        return None if self._client is None else self._client.unlimited
 
     def open(self, request: RelayRequest, usage: RequestUsage) -> Call:
         """Return a new call, which has to be closed."""
@@ -138,38 +127,3 @@ class Accounts:
             await asyncio.to_thread(self._writer.stop)
         if self._client is not None:
             await self._client.stop()
-
-    # In the threads of the writer
-
-    def _written(self, calls: Sequence[Call], rows: int) -> None:
-        reserved = [reservation for call in calls for reservation in call.reservations]
-        if self._loop is None or self._loop.is_closed():
-            return
-
-        def tell() -> None:
-            self._rows = rows
-            for reservation in reserved:
-                reservation.written()
-
-        self._loop.call_soon_threadsafe(tell)
-
-    def _died(self, name: str, rows: Callable[[int], list[LedgerRow]]) -> None:
-        if self._client is None or self._loop is None:
-            return
-
-        async def charges(number: int) -> tuple[Charge, ...]:
-            return charges_of(await asyncio.to_thread(rows, number))
-
-        settling = asyncio.run_coroutine_threadsafe(self._client.settle(name, charges), self._loop)
-        settling.result(SETTLE_S)
-
-
-def charges_of(rows: Sequence[LedgerRow]) -> tuple[Charge, ...]:
-    """Return what rows have used of the quotas of their keys and tenants."""
-    sums: dict[str, tuple[int, int]] = {}
-    for row in rows:
-        subjects = [tenant_subject(row.tenant), *([key_subject(row.key)] if row.key else [])]
-        for subject in subjects:
-            tokens, requests = sums.get(subject, (0, 0))
-            sums[subject] = tokens + row.prompt_tokens + row.output_tokens, requests + 1
-    return tuple(Charge(subject, *used) for subject, used in sums.items())

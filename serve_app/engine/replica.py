@@ -24,7 +24,7 @@ from serve_app.settings.telemetry import TelemetrySettings
 from serve_app.settings.usage import UsageSettings
 from serve_app.stats import replica_body
 from serve_app.system.serve_logging import flush_warnings
-from serve_app.telemetry.catalogue import LOOP_HELD
+from serve_app.telemetry.catalogue import LOOP_HELD, QUOTA_UNLIMITED
 from serve_app.telemetry.engine import EngineTelemetry
 from serve_app.telemetry.meters import Meters
 from serve_app.wire.frame import pack
@@ -118,6 +118,8 @@ class Replica:
 
         def report() -> None:
             usage()
+            if self._accounts.unlimited is not None:
+                meters.count(QUOTA_UNLIMITED, self._accounts.unlimited, self._id)
             meters.record(LOOP_HELD, self._loop_watch.take_longest(), self._id)
 
         return report

@@ -7,9 +7,6 @@ from serve_app.settings.usage import UsageSettings
 from serve_app.wire.request import RelayRequest
 from serve_app.wire.usage import RequestUsage
 
-PREFIX = "caller-"
-"""Beginning of the names of callers in the ledger."""
-
 
 class LostCalls:
     """Writes a row for each call that died with its Engine's process, which can't write the row.
@@ -20,13 +17,8 @@ class LostCalls:
     """
 
     def __init__(self, settings: UsageSettings, replica: str) -> None:
-        self._book = new_book("", PREFIX + replica)
-        self._writer = (
-            # Only another Engine finishes the rows of a dead Engine's process, since they settle its quotas.
-            Writer(settings, self._book, adopts=lambda name: name.startswith(PREFIX)).start()
-            if settings.ledger
-            else None
-        )
+        self._book = new_book("", replica)
+        self._writer = Writer(settings, self._book).start() if settings.ledger else None
 
     def add(self, model: str, request: RelayRequest) -> None:
         """Add a call.

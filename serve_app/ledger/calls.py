@@ -59,9 +59,6 @@ class Settleable(Protocol):
             request: Whether the call counts as a request: a refused call doesn't.
         """
 
-    def written(self) -> None:
-        """Note that the call's row is written: a later crash of this process doesn't change the charge."""
-
 
 class Call:
     """One call of an Engine: its request, and the usage of its slots.
@@ -209,12 +206,8 @@ class CallBook:
                 # The row needs no body, and many calls may wait for the writer.
                 call.request = replace(call.request, body=b"", token_ids=b"")
                 self._ended.append(call)
-                reservations = []
             else:
                 self.dropped += self._ended is not None
-        for reservation in reservations:
-            # No row will be written.
-            reservation.written()
         del self._running[call.number]
 
     def keep_ended(self) -> None:

@@ -19,7 +19,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from serve_app.ledger import prices
@@ -27,7 +27,7 @@ from serve_app.ledger.calls import Call, CallBook
 from serve_app.ledger.disk import DRAFT, Disk, LocalDisk
 from serve_app.ledger.parquet import NEEDS, to_parquet
 from serve_app.ledger.remote import Remote
-from serve_app.ledger.rows import LedgerRow, decode, encode
+from serve_app.ledger.rows import encode
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.usage import LedgerSettings, UsageSettings
 
@@ -64,12 +64,6 @@ DAY_S = 86_400.0
 
 JSONL, PARQUET = ".jsonl", ".parquet"
 
-Written = Callable[[Sequence[Call], int], None]
-"""Called with calls whose rows are written or dropped, and all rows so far, in the thread of `round`."""
-
-Died = Callable[[str, Callable[[int], list[LedgerRow]]], None]
-"""Called with the name of a dead process, and a reader of its rows from a number on, before they move."""
-
 
 def unique_name(replica: str) -> str:
     """Return a unique name for a process of a replica."""
@@ -84,12 +78,6 @@ def segment_path(folder: Path, day: str, name: str, number: int) -> Path:
 
 def _name_of(path: Path) -> str:
     return path.name.partition(".")[0]
-
-
-def _number_of(path: Path) -> int:
-    """Return the number of a segment's first row; segments of version 0.1 count differently."""
-    number = path.name.split(".")[1]
-    return int(number) if number.isdecimal() else 0
 
 
 class Ledger:
@@ -107,9 +95,6 @@ class Ledger:
         segment_s: Seconds after which it is closed; None: at the end of its day.
         max_bytes: Most bytes of segments here; beyond the limit rows are dropped. None: no bound.
         keep_s: Seconds after which a segment is removed; None: never.
-        written: See `Written`.
-        died: See `Died`.
-        adopts: Returns whether this process finishes the work of a dead process with this name.
         clock: Seconds since the epoch.
         now: Monotonic clock, in seconds.
 
@@ -131,9 +116,6 @@ class Ledger:
         segment_s: float | None = None,
         max_bytes: int | None = None,
         keep_s: float | None = None,
-        written: Written = lambda calls, rows: None,
-        died: Died = lambda name, rows: None,
-        adopts: Callable[[str], bool] = lambda name: True,
         clock: Callable[[], float] = time.time,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -146,9 +128,6 @@ class Ledger:
         self._segment_s = segment_s
         self._max_bytes = max_bytes
         self._keep_s = keep_s
-        self._told = written
-        self._died = died
-        self._adopts = adopts
         self._clock = clock
         self._now = now
         self._rounds = threading.Lock()
@@ -215,7 +194,6 @@ class Ledger:
             self._append(day, b"".join(encode(call.row()) for call in same))
             self.written += len(same)
             self._pending = [call for call in self._pending if _day(call.time) != day]
-            self._told(same, self.written)
 
     def _take(self) -> None:
         ended = self._book.take()
@@ -223,7 +201,6 @@ class Ledger:
         self._pending += ended[:room]
         if lost := ended[room:]:
             self._dropped += len(lost)
-            self._told(lost, self.written)
             self._warn(f"{self.dropped} rows of the usage ledger are dropped so far: they can't be written")
 
     def _append(self, day: str, data: bytes) -> None:
@@ -294,14 +271,13 @@ class Ledger:
                 found.setdefault(_name_of(path), []).append(path)
         now = self._disk.touch(self._folder / ".now")
         for name, paths in found.items():
-            if name == self._book.name or name in self._adopted or not self._adopts(name):
+            if name == self._book.name or name in self._adopted:
                 continue
             if now - max(map(self._disk.modified, paths)) < ORPHANED_S:
                 continue
             for path in paths:
                 # The crash may have left a part of a line.
                 self._disk.cut(path, self._disk.read(path).rfind(b"\n") + 1)
-            self._died(name, lambda number, paths=paths: self._rows(paths, number))  # type: ignore[misc]
             self._close(name)
             self._adopted.add(name)
 
@@ -322,14 +298,6 @@ class Ledger:
             return self._disk.files(self._folder, "day=*/*")
         days = [_day(self._clock() - DAY_S * back) for back in (1, 0)]
         return [path for day in days for path in self._disk.files(self._folder, f"day={day}/*")]
-
-    def _rows(self, paths: list[Path], number: int) -> list[LedgerRow]:
-        """Return the rows of segments from a number on."""
-        rows = []
-        for path in paths:
-            skipped = max(0, number - _number_of(path))
-            rows += decode(self._disk.read(path))[0][skipped:]
-        return rows
 
     def _close(self, name: str) -> None:
         for path in self._recent():
@@ -372,9 +340,6 @@ class Writer:
     Args:
         settings: The config's `args.usage`; it has a ledger.
         book: The calls.
-        written: See `Written`.
-        died: See `Died`.
-        adopts: See `Ledger`.
         disk: The file system.
         interval_s: Seconds between two rounds.
         closing_s: Seconds between two checks for closed segments.
@@ -389,9 +354,6 @@ class Writer:
         settings: UsageSettings,
         book: CallBook,
         *,
-        written: Written = lambda calls, rows: None,
-        died: Died = lambda name, rows: None,
-        adopts: Callable[[str], bool] = lambda name: True,
         disk: Disk | None = None,
         interval_s: float = INTERVAL_S,
         closing_s: float = CLOSING_S,
@@ -415,9 +377,6 @@ class Writer:
             segment_s=options.upload_s if remote else None,
             max_bytes=options.max_spool_bytes if remote else None,
             keep_s=keep_s,
-            written=written,
-            died=died,
-            adopts=adopts,
         )
         self._priced = False
         self._stopping = threading.Event()

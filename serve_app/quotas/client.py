@@ -1,7 +1,7 @@
-"""The quotas in an Engine: the amounts taken ahead, and the reservations of its calls.
+"""The quotas in an Engine: the reservations of its calls, and the reports to the service.
 
 A call reserves the most that it may use before it runs, and is charged for its use when it ends. A call that
-the amounts taken ahead cover doesn't wait. Otherwise the call waits for the answer to a report, which asks
+the Engine's blocks cover doesn't wait. Otherwise the call waits for the answer to a report, which asks
 for more; it is refused only if the limits have nothing left.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from serve_app.api.errors import RequestError
 from serve_app.quotas.counters import (
-    Charge,
+    SLICE,
     HolderAnswer,
     HolderReport,
     LimitState,
@@ -23,7 +23,6 @@ from serve_app.quotas.counters import (
     tenant_subject,
 )
 from serve_app.quotas.holder import HeldCounter, Holder, Reservation
-from serve_app.quotas.windows import WindowClock
 from serve_app.settings.usage import Quota, QuotasSettings
 from serve_app.system import cancellation
 from serve_app.system.waiting import wait_for_event
@@ -57,17 +56,27 @@ _HEADERS = [
 ]
 
 
-class QuotaStore(Protocol):
-    """The service that keeps the counters."""
+Take = Callable[[HolderReport], Awaitable[HolderAnswer]]
+"""Asks the service."""
 
-    async def take(self, report: HolderReport) -> HolderAnswer:
-        """Apply a report, and return the grants."""
 
-    async def rows_of(self, holder: str) -> int | None:
-        """Return the number of ledger rows whose use a process has reported; None: the process is unknown."""
+class Handle(Protocol):
+    """The handle of a deployment."""
 
-    async def settle(self, holder: str, charges: tuple[Charge, ...]) -> None:
-        """Settle for a process that has died."""
+    @property
+    def options(self) -> Callable[..., Any]:
+        """Returns the handle with other options."""
+
+
+def remote_take(handle: Handle) -> Take:
+    """Return the method of the Quotas deployment that takes reports."""
+    method = handle.options(method_name="take", _by_reference=False, request_serialization="pickle")
+
+    async def take(report: HolderReport) -> HolderAnswer:
+        answer: HolderAnswer = await method.remote(report)
+        return answer
+
+    return take
 
 
 class _Waiting:
@@ -80,7 +89,7 @@ class _Waiting:
         self.tokens = tokens
         self.since = since
         self.asked = False
-        self.future: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
+        self.future: asyncio.Future[Reservation | None] = asyncio.get_running_loop().create_future()
 
 
 class QuotaClient:
@@ -88,29 +97,27 @@ class QuotaClient:
 
     Args:
         settings: The treatment of calls while the service is away.
-        store: The service.
-        name: Name of this process, unique and never used again: the name of its ledger, if it has a ledger.
-        rows: Returns the number of ledger rows for which `Reservation.written` was called.
+        take: Asks the service.
+        name: Name of this process, unique and never used again.
         clock: Monotonic clock, in seconds.
-        wall: Seconds since the epoch.
+
+    Attributes:
+        unlimited: Calls that ran without limits while the service was away.
     """
 
     def __init__(
         self,
         settings: QuotasSettings,
-        store: QuotaStore,
+        take: Take,
         name: str,
         *,
-        rows: Callable[[], int] = lambda: 0,
         clock: Callable[[], float] = time.monotonic,
-        wall: Callable[[], float] = time.time,
     ) -> None:
+        self.unlimited = 0
         self._settings = settings
-        self._store = store
-        self._holder = Holder(name, clock, rows, self._given_back)
+        self._ask = take
+        self._holder = Holder(name, clock, self._given_back)
         self._monotonic = clock
-        # While the service is away, a jump of the wall clock must not begin a new window.
-        self._clock = WindowClock(wall, clock)
         self._table = ""
         self._tenants: dict[str, Quota] = {}
         self._known = False
@@ -118,6 +125,7 @@ class QuotaClient:
         self._wake: asyncio.Event | None = None
         self._running: asyncio.Task[None] | None = None
         self._failing_since: float | None = None
+        self._said_away = False
         self._due = False
         self._resting = True
 
@@ -135,9 +143,9 @@ class QuotaClient:
         self._holder.give_up()
         try:
             async with asyncio.timeout(self._settings.away_s):
-                await self._store.take(self._holder.report())
+                await self._ask(self._holder.report())
         except Exception as error:
-            # The service settles for this process once its reports are overdue.
+            # The service frees what this process holds once its reports are overdue.
             logger.debug("quotas: the last report failed: %r", error)
 
     @property
@@ -172,13 +180,15 @@ class QuotaClient:
             more: These are further tokens of a call that has a reservation: they count for no other limit.
 
         Returns:
-            The reservation, which must be settled; None: the call has no quota.
+            The reservation, which must be settled; None: the call has no quota, or runs without limits while
+            the service is away.
 
         Raises:
             RequestError: 429, a limit doesn't allow it now; 400, it never will; 503, the service is away.
         """
-        if not self._known:
-            await self._first_answer()
+        if not self._known and not await self._first_answer():
+            self._go_on()
+            return None
         limits = [one for one in self._limits_of(tenant, key, quota) if one.is_tokens or not more]
         if not limits:
             return None
@@ -186,7 +196,8 @@ class QuotaClient:
         if (found := self._take(limits, tokens)) is not None:
             return found
         if self.away:
-            return self._take_away(limits, tokens)
+            self._go_on()
+            return None
         self.start()
         waiting = _Waiting(limits, tokens, self._monotonic())
         self._waiting.append(waiting)
@@ -195,8 +206,14 @@ class QuotaClient:
             return await waiting.future
         except asyncio.CancelledError:
             # The call may have been granted at the same moment.
-            if waiting.future.done() and not waiting.future.cancelled() and not waiting.future.exception():
-                waiting.future.result().settle(0, request=False)
+            future = waiting.future
+            if (
+                future.done()
+                and not future.cancelled()
+                and not future.exception()
+                and (found := future.result())
+            ):
+                found.settle(0, request=False)
             raise
         finally:
             if waiting in self._waiting:
@@ -215,17 +232,6 @@ class QuotaClient:
                 headers += zip(names, (b"%d" % state.limit, b"%d" % left, reset), strict=True)
         return headers
 
-    async def settle(self, name: str, charges: Callable[[int], Awaitable[tuple[Charge, ...]]]) -> None:
-        """Settle for a process that has died, and has left rows of the ledger.
-
-        Args:
-            name: Its name.
-            charges: Returns the use in its rows from a row number on.
-        """
-        rows = await self._store.rows_of(name)
-        if rows is not None:
-            await self._store.settle(name, await charges(rows))
-
     def _given_back(self) -> None:
         """Serve waiting calls, or wake the reports, after a call has given something back."""
         if self._waiting:
@@ -241,7 +247,7 @@ class QuotaClient:
 
     def _limits_of(self, tenant: str, key: str, quota: Quota | None) -> list[HeldCounter]:
         """Return the counters of a call."""
-        found = list(self._holder.limits(key_subject(key), quota)) if quota is not None else []
+        found = self._holder.limits(key_subject(key), quota) if quota is not None else []
         if (of_tenant := self._tenants.get(tenant)) is not None:
             found += self._holder.limits(tenant_subject(tenant), of_tenant)
         return found
@@ -252,11 +258,15 @@ class QuotaClient:
             self._changed()
         return found
 
-    def _take_away(self, limits: Sequence[HeldCounter], tokens: int) -> Reservation:
-        """Reserve while the service is away, if the settings allow it; a later report has all of it."""
-        if self._settings.when_away == "fail_closed":
+    def _go_on(self) -> None:
+        """Let a call go on without limits while the service is away, if the settings allow it.
+
+        Raises:
+            RequestError: 503, they don't.
+        """
+        if self._settings.when_away == "refuse":
             raise away_error(self._patience_s)
-        return self._holder.take_beyond(limits, tokens, self._clock.now())
+        self.unlimited += 1
 
     def _serve(self) -> None:
         """Serve the waiting calls that the amounts here cover, in order."""
@@ -275,12 +285,11 @@ class QuotaClient:
         now = self._monotonic()
         left = []
         for waiting in self._waiting:
-            short = [one for one in waiting.limits if not one.covers(one.amount(waiting.tokens), now)]
-            over = now - waiting.since > MOST_S
-            if waiting.asked and (over or any(not one.pending for one in short)):
-                one = next(
-                    (one for one in short if not one.pending), short[0] if short else waiting.limits[0]
-                )
+            short = [one for one in waiting.limits if not one.covers(waiting.tokens, now)]
+            # The blocks of other Engines may have the rest, and give it back.
+            lacking = [one for one in short if _lacks(one, waiting.tokens, now)]
+            if waiting.asked and (lacking or now - waiting.since > MOST_S):
+                one = next(iter(lacking or short or waiting.limits))
                 waiting.future.set_exception(_refusal(one, waiting.tokens, now))
             else:
                 left.append(waiting)
@@ -321,20 +330,22 @@ class QuotaClient:
         """Return the seconds to the next report."""
         if self._failing_since is not None or not self._known:
             return RETRY_S
+        if self._holder.has_more:
+            return 0.0
         if self._waiting:
             return RECALL_S
-        return POLL_S if self._holder.changed else REST_S
+        return POLL_S if self._holder.busy else REST_S
 
     async def _exchange(self) -> None:
         """Report once."""
-        waiting = list(self._waiting)
+        waiting = self._waiting[:SLICE]
         for one in waiting:
             one.asked = True
         sent_at = self._monotonic()
         report = self._holder.report([(one.limits, one.tokens) for one in waiting])
         try:
             async with asyncio.timeout(self._settings.away_s):
-                answer = await self._store.take(report._replace(table=self._table))
+                answer = await self._ask(report._replace(table=self._table))
         except (Exception, asyncio.CancelledError) as error:
             # The service is away, or restarts; Ray Serve logs its exceptions there, with their stack.
             if cancellation.is_own():
@@ -344,78 +355,43 @@ class QuotaClient:
         if self._failing_since is not None:
             logger.info("quotas: the service answers again")
             self._failing_since = None
-        if answer.gone:
-            logger.warning("quotas: this process counted as dead, and continues under a new name")
-            self._due = True
-        elif answer.tenants is not None:
+        if answer.tenants is not None:
             self._tenants, self._table = answer.tenants, answer.table
             self._holder.set_tenants({tenant_subject(name): one for name, one in self._tenants.items()})
         self._holder.apply(answer, sent_at)
-        self._known = self._known or not answer.gone
+        self._known = True
         self._serve()
-        if not answer.gone:
-            self._refuse()
+        self._refuse()
 
     def _fail(self, since: float, error: BaseException) -> None:
         if self._failing_since is None:
             self._failing_since = since
             logger.warning("quotas: the service doesn't answer: %r", error)
+            self._said_away = False
         for waiting in self._waiting:
             waiting.asked = False
         if not self.away:
             return
+        if self._settings.when_away == "serve" and not self._said_away:
+            self._said_away = True
+            logger.warning("quotas: the service is away, and requests run without limits until it answers")
         waiting_now, self._waiting = self._waiting, []
         for waiting in waiting_now:
             if waiting.future.done():
                 continue
             try:
-                waiting.future.set_result(self._take_away(waiting.limits, waiting.tokens))
+                self._go_on()
+                waiting.future.set_result(None)
             except RequestError as refusal:
                 waiting.future.set_exception(refusal)
 
-    async def _first_answer(self) -> None:
-        """Wait for the quotas of tenants while the service isn't away."""
+    async def _first_answer(self) -> bool:
+        """Wait for the quotas of tenants while the service isn't away; return whether they are known."""
         self.start()
         while not self._known and not self.away:
             self._report_soon()
             await asyncio.sleep(RECALL_S)
-        if not self._known:
-            if self._settings.when_away == "fail_closed":
-                raise away_error(self._patience_s)
-            self._tenants = dict(self._settings.tenants)
-
-
-class Handle(Protocol):
-    """The handle of a deployment."""
-
-    @property
-    def options(self) -> Callable[..., Any]:
-        """Returns the handle with other options."""
-
-
-class RemoteStore:
-    """The Quotas deployment.
-
-    Args:
-        handle: Its handle.
-    """
-
-    def __init__(self, handle: Handle) -> None:
-        def method(name: str) -> Any:
-            return handle.options(method_name=name, _by_reference=False, request_serialization="pickle")
-
-        self._take, self._rows_of, self._settle = map(method, ("take", "rows_of", "settle"))
-
-    async def take(self, report: HolderReport) -> HolderAnswer:
-        answer: HolderAnswer = await self._take.remote(report)
-        return answer
-
-    async def rows_of(self, holder: str) -> int | None:
-        rows: int | None = await self._rows_of.remote(holder)
-        return rows
-
-    async def settle(self, holder: str, charges: tuple[Charge, ...]) -> None:
-        await self._settle.remote(holder, charges)
+        return self._known
 
 
 # Refusals
@@ -437,6 +413,11 @@ def _check_fits(limits: Iterable[HeldCounter], tokens: int) -> None:
                 "fit in; lower max_tokens, or send a shorter prompt"
             )
             raise RequestError(400, "invalid_request_error", message, param="max_tokens")
+
+
+def _lacks(limits: HeldCounter, tokens: int, now: float) -> bool:
+    """Return whether a limit has too little for a call, together with what is left of all blocks."""
+    return any(left < limits.amount(tokens) for _, left, _ in limits.remaining(now))
 
 
 def _refusal(limits: HeldCounter, tokens: int, now: float) -> RequestError:

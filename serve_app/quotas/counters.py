@@ -1,15 +1,21 @@
-"""The counters of all quotas: the used amount of each limit, and the amounts that Engines hold.
+"""The counters of all quotas: what each window has taken, and the blocks of it that Engines hold.
 
-This module only decides: it has no clock, thread or I/O. A holder is a process that spends: an Engine. A
-holder takes amounts ahead of its requests, and each of its reports states the amounts that it has used and
-still holds. Both count, in every window, until a later report states less. A report states sums, not changes,
+This module only decides: it has no clock, thread or I/O. A holder is a process that spends: an Engine. It
+takes a block of a counter for a minute, ahead of its requests:
+
+    taken = used + reserved (by requests that run) + left
+
+A block counts in every window as a whole, until its holder reports less. A report states sums, not changes,
 so the next report corrects the effect of a report or an answer that is lost, repeated or late.
 """
 
+import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, cast
+from itertools import islice
+from typing import Literal, NamedTuple, TypeVar, cast
+from uuid import uuid4
 
 from serve_app.quotas.windows import Span, window_at
 from serve_app.settings.usage import Quota
@@ -24,31 +30,27 @@ LIMITS: Mapping[Kind, Mapping[str, Span | None]] = {
 }
 """The limits of a `Quota` by kind, and their windows; slots have no window."""
 
-SPANS: Mapping[Kind, tuple[Span | None, ...]] = {
-    kind: tuple(limits.values()) for kind, limits in LIMITS.items()
-}
-
 ALWAYS = 0
 """The minute of slots, which have no window."""
 
 SILENT_S = 30.0
-"""Seconds without a report after which the slots of a holder are free again."""
-
-GONE_S = 120.0
-"""Seconds without a report after which a holder counts as gone, and its held amounts as used.
-
-With a ledger, other processes settle for the holder earlier, by its rows."""
+"""Seconds without a report after which the amounts that a holder holds are free again."""
 
 ASKED_S = 3.0
-"""Seconds without a report after which no call waits for the amounts of a holder."""
+"""Seconds without a report after which a holder counts as away."""
 
 SHORT_S = 1.0
-"""Seconds for which holders give back free amounts after a need that could not be met."""
+"""Seconds for which holders have nothing left after a need that could not be met."""
 
 FORGOTTEN_S = 3600.0
-"""Seconds after which a key that no report names is forgotten, and a gone holder's name is free again."""
+"""Seconds after which a key or a holder that doesn't report is forgotten."""
 
-SWEEP_S = 10.0
+SLICE = 200
+"""Counters that are handled at a time, so that the event loop isn't held up."""
+
+T = TypeVar("T")
+
+_window_of = functools.lru_cache(maxsize=1024)(window_at)
 
 
 class Counter(NamedTuple):
@@ -63,38 +65,43 @@ class Counter(NamedTuple):
     kind: Kind
 
 
-class Account(NamedTuple):
-    """The amounts that a holder has taken of a counter in one minute.
+class Block(NamedTuple):
+    """The amount that a holder has taken of a counter in one minute, in three parts.
 
     Attributes:
-        counter: The counter.
         minute: The first second of the minute, since the epoch; `ALWAYS` for slots.
-        used: The amount that is finally used.
-        held: The amount that requests in flight have reserved, and the free amount.
-        free: The part of `held` that no request has reserved.
+        used: The amount that ended requests have used.
+        reserved: The amount that running requests may use.
+        left: The rest.
     """
 
-    counter: Counter
     minute: int
-    used: int
-    held: int
-    free: int
+    used: int = 0
+    reserved: int = 0
+    left: int = 0
+
+    @property
+    def taken(self) -> int:
+        """The whole amount."""
+        return self.used + self.reserved + self.left
 
 
-class Ask(NamedTuple):
-    """The amounts that a holder asks for.
+class CounterReport(NamedTuple):
+    """A counter in a report: its blocks, and the amounts that the holder asks for.
 
     Attributes:
         counter: The counter.
+        blocks: All blocks of the holder, but for empty ones.
         need: The amount that waiting requests lack.
-        least: The amount that is enough for the smallest waiting request; less is useless.
-        want: The amount that will be useful soon.
+        least: The amount of the smallest waiting request; less is useless.
+        ahead: The amount that the next second is likely to need, beyond `need`.
     """
 
     counter: Counter
+    blocks: tuple[Block, ...] = ()
     need: int = 0
     least: int = 0
-    want: int = 0
+    ahead: int = 0
 
 
 class HolderReport(NamedTuple):
@@ -103,20 +110,16 @@ class HolderReport(NamedTuple):
     Attributes:
         holder: Its name, unique and never used again.
         number: Number of the report, from 1 on.
-        accounts: All accounts with a held amount, and all accounts that are new since the last answer.
-        asks: The amounts that it asks for.
-        keys: Quotas of the keys in `asks`, by subject.
+        counters: The counters that have changed since an answered report, or that it asks for.
+        keys: Quotas of the keys among the counters, by subject.
         table: Version of the tenants' quotas that it knows.
-        rows: Number of ledger rows that it has written; their use is in the accounts.
     """
 
     holder: str
     number: int
-    accounts: tuple[Account, ...] = ()
-    asks: tuple[Ask, ...] = ()
+    counters: tuple[CounterReport, ...] = ()
     keys: tuple[tuple[str, Quota], ...] = ()
     table: str = ""
-    rows: int = 0
 
 
 class LimitState(NamedTuple):
@@ -138,15 +141,14 @@ class LimitState(NamedTuple):
 
 
 class Grant(NamedTuple):
-    """The answer to an `Ask`.
+    """The answer for a counter of a report.
 
     Attributes:
         counter: The counter.
         minute: The minute that the amount is for.
         amount: The amount that was taken for the holder.
         ends_in_s: Seconds for which the holder may spend it.
-        pending: Whether other holders will give back the missing amount.
-        short: Whether some holder lacks an amount: holders give back free amounts, and take nothing ahead.
+        share: The most that the holder should have left: a share of the amount that is left everywhere.
         states: The states of the limits.
     """
 
@@ -154,8 +156,7 @@ class Grant(NamedTuple):
     minute: int
     amount: int
     ends_in_s: float
-    pending: bool
-    short: bool
+    share: int
     states: tuple[LimitState, ...]
 
 
@@ -163,24 +164,17 @@ class HolderAnswer(NamedTuple):
     """The answer to a report.
 
     Attributes:
-        grants: A grant for each `Ask` that has a limit.
+        session: A name for the service's memory of the holder. A new session knows less than the last one:
+            the next reports state all counters.
+        grants: A grant for each counter that has a limit.
         table: Version of the tenants' quotas.
         tenants: The quotas of all tenants, if the holder knows another version.
-        gone: The holder counts as gone: other processes have settled for it. It continues under a new name.
     """
 
+    session: str
     grants: tuple[Grant, ...] = ()
     table: str = ""
     tenants: dict[str, Quota] | None = None
-    gone: bool = False
-
-
-class Charge(NamedTuple):
-    """The use of a subject by a process that has died, beyond the last report of the process."""
-
-    subject: str
-    tokens: int
-    requests: int
 
 
 def key_subject(name: str) -> str:
@@ -199,32 +193,68 @@ def limits_of(quota: Quota, kind: Kind) -> dict[str, int]:
     return {name: limit for name, limit in found.items() if limit is not None}
 
 
-@dataclass(slots=True)
-class _Entry:
-    used: int = 0
-    held: int = 0
-    free: int = 0
+def slices(items: Iterable[T]) -> Iterator[list[T]]:
+    """Yield the items, at most `SLICE` at a time."""
+    rest = iter(items)
+    while part := list(islice(rest, SLICE)):
+        yield part
 
 
 @dataclass(slots=True)
-class _Total:
-    """The amount that is used and held in the current window."""
-
+class _Window:
     starts_at: int
     ends_at: float
-    charged: int = 0
+    taken: int = 0
+
+
+@dataclass(slots=True)
+class _Counted:
+    """A counter: its windows, the blocks by holder and minute, and the time of the last unmet need."""
+
+    windows: dict[Span | None, _Window] = field(default_factory=dict)
+    blocks: dict[str, dict[int, Block]] = field(default_factory=dict)
+    short_at: float = float("-inf")
+
+    def window(self, span: Span | None, now: float) -> _Window:
+        """Return the current window."""
+        found = self.windows.get(span)
+        if found is None or now >= found.ends_at:
+            found = self.windows[span] = _new_window(span, now)
+        return found
+
+    def place(self, kind: Kind, holder: str, block: Block, now: float) -> None:
+        """Set a block, and what its minute has taken in those windows that are not over."""
+        blocks = self.blocks.setdefault(holder, {})
+        old = blocks.get(block.minute)
+        blocks[block.minute] = block
+        self._take(kind, block.minute, block.taken - (old.taken if old else 0), now)
+
+    def drop(self, kind: Kind, holder: str, minute: int, now: float) -> None:
+        """Forget a block: its use stays in the windows, and the rest is free again."""
+        block = self.blocks[holder].pop(minute)
+        if not self.blocks[holder]:
+            del self.blocks[holder]
+        self._take(kind, minute, block.used - block.taken, now)
+
+    def current(self, minute: int) -> list[Block]:
+        """Return the blocks of a minute."""
+        return [block for blocks in self.blocks.values() if (block := blocks.get(minute))]
+
+    def _take(self, kind: Kind, minute: int, amount: int, now: float) -> None:
+        if amount:
+            for span in LIMITS[kind].values():
+                window = self.window(span, now)
+                if span is None or _window_of(span, minute).starts_at == window.starts_at:
+                    window.taken += amount
 
 
 @dataclass(slots=True)
 class _Holder:
     seen_at: float
     number: int = 0
-    rows: int = 0
+    is_silent: bool = False
+    session: str = field(default_factory=lambda: uuid4().hex)
     keys: dict[str, Quota] = field(default_factory=dict)
-    accounts: dict[tuple[Counter, int], _Entry] = field(default_factory=dict)
-
-
-Total = tuple[str, Kind, Span | None]
 
 
 class Counters:
@@ -236,8 +266,8 @@ class Counters:
 
     Attributes:
         last_seen: The latest time of a report, in seconds since the epoch.
-        urgent: Something was granted or settled since `take_changes`, and must be saved before any answer
-            leaves.
+        urgent: Something was granted, or used by a block that holds nothing more: it must be saved before any
+            answer leaves.
 
     Raises:
         ValueError: The state is not a state of quotas.
@@ -250,11 +280,8 @@ class Counters:
         self._table = ""
         self._keys: dict[str, tuple[Quota, float]] = {}
         self._holders: dict[str, _Holder] = {}
-        self._gone: dict[str, float] = {}
-        self._totals: dict[Total, _Total] = {}
-        self._short: dict[Counter, float] = {}
-        self._changed: set[tuple[str, ...]] = set()
-        self._swept_at = at
+        self._counters: dict[Counter, _Counted] = {}
+        self._changed: set[Counter | str] = set()
         self._load(state, at)
 
     def set_tenants(self, quotas: Mapping[str, Quota], version: str) -> None:
@@ -270,14 +297,12 @@ class Counters:
             at: Time on the monotonic clock, in seconds.
         """
         self.last_seen = now
-        self._sweep(now, at)
-        if report.holder in self._gone:
-            return HolderAnswer(gone=True)
         holder = self._holders.setdefault(report.holder, _Holder(at))
         if report.number <= holder.number:
-            return HolderAnswer(table=self._table)
-        holder.number, holder.rows, holder.seen_at = report.number, report.rows, at
-        self._changed.add(("holder", report.holder))
+            return HolderAnswer(holder.session, table=self._table)
+        holder.number, holder.seen_at, holder.is_silent = report.number, at, False
+        if report.counters:
+            self._changed.add(report.holder)
         for subject, quota in report.keys:
             # Replicas read a new file at different times: a replica with the old file must not undo the new
             # quota.
@@ -285,177 +310,129 @@ class Counters:
             if known is None or holder.keys.get(subject) != quota:
                 holder.keys[subject], known = quota, (quota, at)
             self._keys[subject] = known[0], at
-        listed = set()
-        for account in report.accounts:
-            place = account.counter, account.minute
-            listed.add(place)
-            self._set(report.holder, holder, place, account.used, account.held, account.free, now)
-        for place in [place for place in holder.accounts if place not in listed]:
-            # The answer with the account's last grant was lost, or the account is settled: its use stays in
-            # the totals.
-            self._drop(report.holder, holder, place, now)
-        grants = [grant for ask in report.asks if (grant := self._grant(report.holder, holder, ask, now, at))]
-        return HolderAnswer(
-            tuple(grants), self._table, None if report.table == self._table else dict(self._tenants)
-        )
+        grants = []
+        for each in report.counters:
+            self._set(report.holder, each, now)
+            if (quota_now := self._quota(each.counter.subject)) is not None:
+                grant = self._grant(report.holder, each, quota_now, now, at)
+                grants += [] if grant is None else [grant]
+        tenants = None if report.table == self._table else dict(self._tenants)
+        return HolderAnswer(holder.session, tuple(grants), self._table, tenants)
 
-    def rows_of(self, holder: str) -> int | None:
-        """Return the number of ledger rows whose use a holder has reported; None: the holder is unknown."""
-        found = self._holders.get(holder)
-        return None if found is None else found.rows
-
-    def settle(self, name: str, charges: tuple[Charge, ...], now: float, at: float) -> None:
-        """Settle for a holder that has died: charge its use, and free the rest of its held amounts.
-
-        Args:
-            name: The holder.
-            charges: Its use since its last report, at most the amounts that it held.
-            now: Seconds since the epoch.
-            at: Time on the monotonic clock, in seconds.
-        """
-        holder = self._holders.get(name)
-        if holder is None:
-            return
-        for charge in charges:
-            for kind, amount in (("tokens", charge.tokens), ("requests", charge.requests)):
-                self._charge_dead(name, holder, Counter(charge.subject, cast(Kind, kind)), amount, now)
-        self._end(name, holder, now, at)
-
-    def states(self, now: float) -> dict[str, tuple[LimitState, ...]]:
-        """Return the states of all limits, by subject."""
-        now = max(now, self.last_seen)
+    def subjects(self) -> dict[str, Quota]:
+        """Return the quotas in force, by subject."""
         quotas = {tenant_subject(name): quota for name, quota in self._tenants.items()}
-        quotas |= {subject: quota for subject, (quota, _) in self._keys.items()}
-        return {
-            subject: tuple(
-                state for kind in LIMITS for state in self._states(Counter(subject, kind), quota, now)
-            )
-            for subject, quota in quotas.items()
-        }
+        return quotas | {subject: quota for subject, (quota, _) in self._keys.items()}
+
+    def states(self, subject: str, quota: Quota, now: float) -> tuple[LimitState, ...]:
+        """Return the states of all limits of a subject."""
+        now = max(now, self.last_seen)
+        return tuple(state for kind in LIMITS for state in self._states(Counter(subject, kind), quota, now))
 
     def holders(self, at: float) -> int:
         """Return the number of holders that report."""
         return sum(at - holder.seen_at <= ASKED_S for holder in self._holders.values())
 
-    def take_changes(self) -> dict[str, str | None]:
-        """Return the state that has changed since the last call, by key; None: the key is deleted."""
-        changes: dict[str, str | None] = {}
-        for place in self._changed:
-            changes[json.dumps(place)] = self._text(place)
-        if changes:
-            changes["clock"] = json.dumps(self.last_seen)
-        self._changed.clear()
+    def take_changes(self) -> Iterator[dict[str, str | None]]:
+        """Yield the state that has changed since the last call, by key, in slices; None: the key is deleted.
+
+        A change during the iteration belongs to this call or to the next call. Each text is consistent.
+        """
+        changed, self._changed = self._changed, set()
         self.urgent = False
-        return changes
+        if changed:
+            yield {"clock": json.dumps(self.last_seen)}
+        for places in slices(changed):
+            yield {json.dumps(place): self._text(place) for place in places}
 
-    # Accounts and totals
+    def sweep(self, now: float, at: float) -> Iterator[None]:
+        """Free the amounts of silent holders, and forget counters that are used up, in slices.
 
-    def _set(
-        self,
-        name: str,
-        holder: _Holder,
-        place: tuple[Counter, int],
-        used: int,
-        held: int,
-        free: int,
-        now: float,
-    ) -> None:
-        entry = holder.accounts.get(place)
-        if entry is None:
-            if not (used or held):
+        Args:
+            now: As in `take`.
+            at: As in `take`.
+        """
+        silent = [name for name, holder in self._holders.items() if at - holder.seen_at > SILENT_S]
+        gone = {name for name in silent if at - self._holders[name].seen_at > FORGOTTEN_S}
+        freed = {name for name in silent if not self._holders[name].is_silent}
+        for name in freed:
+            # If it reports again, it states everything. Its use until then is in its blocks here.
+            self._holders[name].is_silent, self._holders[name].session = True, uuid4().hex
+        for places in slices(list(self._counters)):
+            for counter in places:
+                self._sweep(counter, freed, gone, now)
+            yield
+        for name in gone:
+            if at - self._holders[name].seen_at > FORGOTTEN_S:
+                del self._holders[name]
+                self._changed.add(name)
+        self._keys = {name: found for name, found in self._keys.items() if at - found[1] <= FORGOTTEN_S}
+
+    def _sweep(self, counter: Counter, freed: set[str], gone: set[str], now: float) -> None:
+        found = self._counters[counter]
+        for name in found.blocks.keys() & freed:
+            if not self._holders[name].is_silent:
+                continue
+            for minute, block in list(found.blocks[name].items()):
+                found.place(counter.kind, name, Block(minute, block.used), now)
+            self._changed.add(counter)
+        for name in found.blocks.keys() & gone:
+            for minute in list(found.blocks[name]):
+                found.drop(counter.kind, name, minute, now)
+            self._changed.add(counter)
+        if not found.blocks and not any(one.taken and now < one.ends_at for one in found.windows.values()):
+            del self._counters[counter]
+            self._changed.add(counter)
+
+    # Blocks and grants
+
+    def _set(self, holder: str, report: CounterReport, now: float) -> None:
+        """Set the blocks of a counter. A block that isn't stated is over, or its holder never knew of it."""
+        kind = report.counter.kind
+        found = self._counters.get(report.counter)
+        if found is None:
+            if not report.blocks:
                 return
-            entry = holder.accounts[place] = _Entry()
-        elif (entry.used, entry.held, entry.free) == (used, held, free):
-            return
-        self._charge(place, used + held - entry.used - entry.held, now)
-        # Once a holder has the answer, it may forget an account without a held amount.
-        self.urgent = self.urgent or not held
-        entry.used, entry.held, entry.free = used, held, free
-        self._changed.add(("account", name, *place[0], str(place[1])))
+            found = self._counters[report.counter] = _Counted()
+        known = found.blocks.get(holder, {})
+        stated = {block.minute for block in report.blocks}
+        for minute in [minute for minute in known if minute not in stated]:
+            found.drop(kind, holder, minute, now)
+            self._changed.add(report.counter)
+        for block in report.blocks:
+            if known.get(block.minute) != block:
+                found.place(kind, holder, block, now)
+                self._changed.add(report.counter)
+                # Once a holder has the answer, it may forget the block.
+                self.urgent = self.urgent or not (block.reserved or block.left)
 
-    def _drop(self, name: str, holder: _Holder, place: tuple[Counter, int], now: float) -> None:
-        """Forget an account: its use stays in the totals, and its held amount is free again."""
-        self._charge(place, -holder.accounts.pop(place).held, now)
-        self._changed.add(("account", name, *place[0], str(place[1])))
-
-    def _charge(self, place: tuple[Counter, int], amount: int, now: float) -> None:
-        """Add to those windows of a minute that are not over."""
-        counter, minute = place
-        if not amount:
-            return
-        for span in SPANS[counter.kind]:
-            total = self._total(counter, span, now)
-            if span is None or window_at(span, minute).starts_at == total.starts_at:
-                total.charged += amount
-                self._changed.add(("total", *counter, str(span)))
-
-    def _total(self, counter: Counter, span: Span | None, now: float) -> _Total:
-        place = (*counter, span)
-        total = self._totals.get(place)
-        if total is None or now >= total.ends_at:
-            window = None if span is None else window_at(span, now)
-            total = _Total(window.starts_at, window.ends_at) if window else _Total(ALWAYS, float("inf"))
-            self._totals[place] = total
-        return total
-
-    def _charge_dead(self, name: str, holder: _Holder, counter: Counter, amount: int, now: float) -> None:
-        places = sorted(
-            (place for place in holder.accounts if place[0] == counter), key=lambda place: -place[1]
-        )
-        for place in places:
-            entry = holder.accounts[place]
-            part = min(amount, entry.held)
-            amount -= part
-            self._set(name, holder, place, entry.used + part, entry.held - part, 0, now)
-
-    def _end(self, name: str, holder: _Holder, now: float, at: float) -> None:
-        for place in list(holder.accounts):
-            self._drop(name, holder, place, now)
-        del self._holders[name]
-        self._gone[name] = at
-        self._changed.add(("holder", name))
-        self.urgent = True
-
-    # Grants
-
-    def _grant(self, name: str, holder: _Holder, ask: Ask, now: float, at: float) -> Grant | None:
-        counter = ask.counter
-        quota = self._quota(counter.subject)
-        limits = limits_of(quota, counter.kind) if quota else {}
-        if quota is None or not limits:
+    def _grant(self, holder: str, report: CounterReport, quota: Quota, now: float, at: float) -> Grant | None:
+        counter = report.counter
+        limits = limits_of(quota, counter.kind)
+        if not limits:
             return None
+        found = self._counters.get(counter) or _Counted()
+        windows = LIMITS[counter.kind]
+        room = max(0, min(limits[name] - found.window(windows[name], now).taken for name in limits))
+        # A part of a request is useless here, and may complete a request of another holder.
+        given = min(report.need, room) if room >= report.least else 0
+        if given < report.need:
+            found.short_at = at
         minute, ends_in_s = _minute(counter.kind, now)
-        place = counter, minute
-        room = max(
-            0,
-            min(
-                limit - self._total(counter, LIMITS[counter.kind][limit_name], now).charged
-                for limit_name, limit in limits.items()
-            ),
-        )
-        given = min(ask.need, room)
-        if given < ask.least:
-            # A part of a request is useless here, and may complete a request of another holder.
-            given = 0
-        sharing = [
-            (other, entry)
-            for other in self._holders.values()
-            if other is not holder and (entry := other.accounts.get(place))
-        ]
-        lacks = ask.need > given
-        others = any(entry.free and at - other.seen_at <= ASKED_S for other, entry in sharing)
-        if lacks and others:
-            self._short[counter] = at
-        short = at - self._short.get(counter, float("-inf")) <= SHORT_S
-        if not lacks and not short:
-            # A share of the rest, so that the holders together never take the whole rest ahead.
-            given += min(ask.want, (room - given) // (2 * (1 + len(sharing))))
+        sharing = found.current(minute)
+        mine = found.blocks.get(holder, {}).get(minute) or Block(minute)
+        share = 0
+        if at - found.short_at > SHORT_S:
+            # With half of the rest, the holders together never take all of it ahead.
+            rest = room - given + sum(block.left for block in sharing)
+            share = rest // (2 * (len(sharing) + (mine not in sharing)))
+            given += max(0, min(report.ahead, share, room - given + mine.left) - mine.left)
         if given:
-            entry = holder.accounts.get(place, _Entry())
-            self._set(name, holder, place, entry.used, entry.held + given, entry.free + given, now)
+            self._counters[counter] = found
+            found.place(counter.kind, holder, mine._replace(left=mine.left + given), now)
+            self._changed.add(counter)
             self.urgent = True
-        states = tuple(self._states(counter, quota, now))
-        return Grant(counter, minute, given, ends_in_s, lacks and others, short, states)
+        return Grant(counter, minute, given, ends_in_s, share, tuple(self._states(counter, quota, now)))
 
     def _quota(self, subject: str) -> Quota | None:
         kind, _, name = subject.partition(" ")
@@ -465,88 +442,54 @@ class Counters:
         return None if found is None else found[0]
 
     def _states(self, counter: Counter, quota: Quota, now: float) -> Iterator[LimitState]:
-        place = counter, _minute(counter.kind, now)[0]
-        entries = [entry for holder in self._holders.values() if (entry := holder.accounts.get(place))]
-        free = sum(entry.free for entry in entries)
-        reserved = sum(entry.held for entry in entries) - free
+        found = self._counters.get(counter)
+        blocks = found.current(_minute(counter.kind, now)[0]) if found else []
+        left, reserved = sum(block.left for block in blocks), sum(block.reserved for block in blocks)
         for name, limit in limits_of(quota, counter.kind).items():
-            total = self._total(counter, LIMITS[counter.kind][name], now)
-            remaining = max(0, limit - total.charged + free)
-            yield LimitState(name, limit, remaining, reserved, total.ends_at - now)
-
-    # Ended windows and silent holders
-
-    def _sweep(self, now: float, at: float) -> None:
-        """Free the amounts of silent holders, and forget windows that are over."""
-        if at - self._swept_at < SWEEP_S:
-            return
-        self._swept_at = at
-        for name, holder in list(self._holders.items()):
-            silent_s = at - holder.seen_at
-            if silent_s > GONE_S:
-                # The use of its calls is unknown, and at most the amount that the holder had.
-                for place, entry in holder.accounts.items():
-                    if place[1] != ALWAYS:
-                        self._set(name, holder, place, entry.used + entry.held, 0, 0, now)
-                self._end(name, holder, now, at)
-            elif silent_s > SILENT_S:
-                for place in [place for place in holder.accounts if place[1] == ALWAYS]:
-                    self._drop(name, holder, place, now)
-        over = [
-            place
-            for place, total in self._totals.items()
-            # Slots have no window: their counter is over once no slot is taken.
-            if total.ends_at <= now or (place[2] is None and not total.charged)
-        ]
-        for total_place in over:
-            del self._totals[total_place]
-            self._changed.add(("total", *total_place[:2], str(total_place[2])))
-        self._short = {counter: since for counter, since in self._short.items() if at - since <= SHORT_S}
-        self._gone = {name: since for name, since in self._gone.items() if at - since <= FORGOTTEN_S}
-        self._keys = {name: found for name, found in self._keys.items() if at - found[1] <= FORGOTTEN_S}
+            span = LIMITS[counter.kind][name]
+            window = found.window(span, now) if found else _new_window(span, now)
+            remaining = max(0, limit - window.taken + left)
+            yield LimitState(name, limit, remaining, reserved, window.ends_at - now)
 
     # State
 
-    def _text(self, place: tuple[str, ...]) -> str | None:
-        kind, *rest = place
-        match kind:
-            case "holder":
-                holder = self._holders.get(rest[0])
-                return None if holder is None else json.dumps([holder.number, holder.rows])
-            case "account":
-                name, subject, thing, minute = rest
-                found = self._holders.get(name)
-                counter = Counter(subject, cast(Kind, thing))
-                entry = found.accounts.get((counter, int(minute))) if found else None
-                return None if entry is None else json.dumps([entry.used, entry.held, entry.free])
-            case _:
-                subject, thing, span = rest
-                total = self._totals.get((subject, cast(Kind, thing), _span(span)))
-                return None if total is None else json.dumps([total.starts_at, total.charged])
+    def _text(self, place: Counter | str) -> str | None:
+        if isinstance(place, str):
+            return str(holder.number) if (holder := self._holders.get(place)) else None
+        if (found := self._counters.get(place)) is None:
+            return None
+        windows = [(span, window.starts_at, window.taken) for span, window in found.windows.items()]
+        blocks = [(name, *block) for name, blocks in found.blocks.items() for block in blocks.values()]
+        return json.dumps([windows, blocks])
 
     def _load(self, state: Mapping[str, str], at: float) -> None:
-        for text, value in state.items():
-            found = json.loads(value)
-            if text == "clock":
-                self.last_seen = float(found)
+        for key, value in state.items():
+            content = json.loads(value)
+            if key == "clock":
+                self.last_seen = float(content)
                 continue
-            kind, *rest = json.loads(text)
-            match kind:
-                case "holder":
-                    holder = self._holders.setdefault(rest[0], _Holder(at))
-                    holder.number, holder.rows = map(int, found)
-                case "account":
-                    name, subject, thing, minute = rest
-                    accounts = self._holders.setdefault(name, _Holder(at)).accounts
-                    accounts[Counter(subject, thing), int(minute)] = _Entry(*map(int, found))
-                case "total":
-                    subject, thing, text_span = rest
-                    span = _span(text_span)
-                    starts_at, charged = map(int, found)
-                    ends_at = float("inf") if span is None else window_at(span, starts_at).ends_at
-                    self._totals[subject, thing, span] = _Total(starts_at, ends_at, charged)
-                case _:
-                    raise ValueError(f"it has an unknown {kind}")
+            match json.loads(key):
+                case str(name):
+                    self._holders.setdefault(name, _Holder(at)).number = int(content)
+                case [str(subject), ("tokens" | "requests" | "slots") as kind]:
+                    found = self._counters[Counter(subject, cast(Kind, kind))] = _Counted()
+                    windows, blocks = content
+                    for span, starts_at, taken in windows:
+                        found.windows[span] = _new_window(span, int(starts_at))
+                        found.windows[span].taken = int(taken)
+                    for name, *amounts in blocks:
+                        block = Block(*map(int, amounts))
+                        found.blocks.setdefault(str(name), {})[block.minute] = block
+                        self._holders.setdefault(str(name), _Holder(at))
+                case other:
+                    raise ValueError(f"it has an unknown {other}")
+
+
+def _new_window(span: Span | None, at: float) -> _Window:
+    if span is None:
+        return _Window(ALWAYS, float("inf"))
+    window = window_at(span, at)
+    return _Window(window.starts_at, window.ends_at)
 
 
 def _minute(kind: Kind, now: float) -> tuple[int, float]:
@@ -555,7 +498,3 @@ def _minute(kind: Kind, now: float) -> tuple[int, float]:
         return ALWAYS, float("inf")
     window = window_at("minute", now)
     return window.starts_at, window.ends_at - now
-
-
-def _span(text: str) -> Span | None:
-    return None if text == "None" else cast(Span, text)

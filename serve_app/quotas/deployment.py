@@ -3,7 +3,7 @@
 from math import isfinite
 
 from serve_app.api.protocol import JSON
-from serve_app.quotas.counters import Charge, HolderAnswer, HolderReport
+from serve_app.quotas.counters import HolderAnswer, HolderReport
 from serve_app.settings.schema import Settings
 from serve_app.stats import LimitStats, QuotasStats
 from serve_app.system.cpu_scheduling import use_batch_scheduling
@@ -42,32 +42,24 @@ class Quotas:
         collect_rarely()
 
     async def take(self, report: HolderReport) -> HolderAnswer:
-        """Apply the report of an Engine, and return the amounts that it may spend."""
+        """Apply the report of an Engine, and grant it what the limits allow."""
         return await self._service.take(report)
-
-    async def rows_of(self, holder: str) -> int | None:
-        """Return the number of ledger rows whose use a process has reported; None: the process is unknown."""
-        return await self._service.rows_of(holder)
-
-    async def settle(self, holder: str, charges: tuple[Charge, ...]) -> None:
-        """Settle for a process that has died."""
-        await self._service.settle(holder, charges)
 
     async def stats(self) -> JSON:
         """Return the state of all limits, by key and tenant."""
-        limits = {
-            subject: {
+        limits = {}
+        async for subject, states in self._service.states():
+            # Each part becomes JSON by itself, so that many keys don't hold up the loop.
+            limits[subject] = {
                 state.name: LimitStats(
                     limit=state.limit,
                     remaining=state.remaining,
                     reserved=state.reserved,
                     ends_in_s=round(state.ends_in_s, 1) if isfinite(state.ends_in_s) else None,
-                )
+                ).body()
                 for state in states
             }
-            for subject, states in self._service.states().items()
-        }
-        return QuotasStats(holders=self._service.holders, limits=limits).body()
+        return QuotasStats(holders=self._service.holders).body() | {"limits": limits}
 
     async def check_health(self) -> None:
         """Raise an error if the quotas are no longer kept, so that Serve replaces this replica."""

@@ -1,29 +1,27 @@
-"""The amounts of quotas that an Engine has taken ahead, and the reservations of its calls, without I/O.
+"""The blocks of quotas that an Engine has taken, and the reservations of its calls, without I/O.
 
-    held = free + reserved (by calls that run) + ended (their rows are not written yet)
-
-Held and used amounts count in every window. A call counts as used when its row of the ledger is written, and
-the report states the number of these rows, so that after a crash each call is charged exactly once.
+A call reserves from the blocks of all its counters, and is charged there when it ends. Reports state the
+blocks; see `counters`.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from uuid import uuid4
 
 from serve_app.quotas.counters import (
     ALWAYS,
     LIMITS,
-    Account,
-    Ask,
+    SILENT_S,
+    SLICE,
+    Block,
     Counter,
+    CounterReport,
     Grant,
     HolderAnswer,
     HolderReport,
     LimitState,
     limits_of,
 )
-from serve_app.quotas.windows import window_at
 from serve_app.settings.usage import Quota
 
 AHEAD_S = 1.0
@@ -32,123 +30,138 @@ AHEAD_S = 1.0
 ASKS_S = 2.0
 """Seconds after its last use in which reports ask for a counter, so that its states are known."""
 
-IDLE_S = 60.0
-"""Seconds after which an unused counter is forgotten here."""
-
 LATEST = 0.1
 """Weight of the latest call in moving means."""
 
 NEVER = float("-inf")
 
-Told = dict[tuple[Counter, int], tuple[int, int, int]]
-"""The amounts in a report by account: used, held, free."""
-
 
 @dataclass(slots=True, eq=False)
-class _Account:
-    """The amounts taken of a counter in one minute."""
+class HeldBlock:
+    """A `Block` from which calls reserve."""
 
     minute: int
     used: int = 0
     reserved: int = 0
-    ended: int = 0
-    free: int = 0
-
-    @property
-    def held(self) -> int:
-        return self.free + self.reserved + self.ended
+    left: int = 0
 
 
 class HeldCounter:
-    """A counter as this process uses it: its accounts, and the states of its limits."""
+    """A counter as this process uses it: its blocks, and the states of its limits."""
 
-    def __init__(self, counter: Counter, quota: Quota, now: float) -> None:
+    __slots__ = (
+        "_base",
+        "_calls",
+        "_rate",
+        "_reported_at",
+        "_sent",
+        "_share",
+        "_states",
+        "_states_at",
+        "blocks",
+        "counter",
+        "current",
+        "ends_at",
+        "hold_s",
+        "is_tokens",
+        "limits",
+        "subject",
+        "taken",
+        "told",
+        "used_at",
+        "used_share",
+    )
+
+    def __init__(self, subject: "HeldSubject", counter: Counter, limits: dict[str, int], now: float) -> None:
+        self.subject = subject
         self.counter = counter
         self.is_tokens = counter.kind == "tokens"
-        self.current = _Account(ALWAYS)
+        self.limits = limits
+        self.current = HeldBlock(ALWAYS)
         self.ends_at = NEVER
-        self.past: list[_Account] = []
-        self.states: tuple[LimitState, ...] = ()
-        self.states_at = now
-        self.base = 0
-        self.pending = self.short = False
+        self.blocks = [self.current]
+        self.told: tuple[Block, ...] | None = ()
+        self._sent: tuple[Block, ...] = ()
+        self._share = 0
+        self._states: tuple[LimitState, ...] = ()
+        self._states_at = now
+        self._base = 0
+        self._rate = 0.0
+        self._reported_at = now
         self.used_at = now
         self.taken = 0
-        self.rate = 0.0
         self.hold_s = 0.0
         self.used_share = 1.0
-        self.set_quota(quota)
-
-    def set_quota(self, quota: Quota) -> None:
-        self.quota = quota
-        self.limits = limits_of(quota, self.counter.kind)
-
-    @property
-    def spent(self) -> int:
-        """The amount that calls have taken in the current minute, used or reserved."""
-        return self.current.used + self.current.reserved + self.current.ended
 
     def amount(self, tokens: int) -> int:
         """Return the amount that a call with `tokens` tokens takes."""
         return tokens if self.is_tokens else 1
 
-    def covers(self, amount: int, now: float) -> bool:
-        return now < self.ends_at and self.current.free >= amount
+    def covers(self, tokens: int, now: float) -> bool:
+        """Return whether the block covers a call with `tokens` tokens."""
+        return now < self.ends_at and self.current.left >= (tokens if self.is_tokens else 1)
 
-    def open(self, now: float, wall: float) -> None:
-        """Open an account to take from, without a grant."""
-        self._retire(now)
-        if self.ends_at > NEVER:
-            return
-        if self.counter.kind == "slots":
-            self.current, self.ends_at = _Account(ALWAYS), math.inf
-        else:
-            window = window_at("minute", wall)
-            self.current, self.ends_at = _Account(window.starts_at), now + window.ends_at - wall
+    def stated(self) -> tuple[Block, ...]:
+        """Return the blocks as a report states them."""
+        return tuple(
+            Block(one.minute, one.used, one.reserved, one.left)
+            for one in self.blocks
+            if one.used or one.reserved or one.left
+        )
 
-    def ask(self, amounts: Sequence[int], now: float, elapsed: float) -> Ask | None:
-        """Return the ask of the next report; None: it asks for nothing.
+    def report(self, amounts: Sequence[int], now: float) -> CounterReport:
+        """Return the counter in the next report.
 
         Args:
             amounts: The amounts of the calls that wait.
             now: The time.
-            elapsed: Seconds since the last report.
         """
-        self._retire(now)
+        told = self.told or ()
+        # Where the service has the last sums of a block that is over, it keeps its use without the block.
+        self.blocks = [
+            one
+            for one in self.blocks
+            if not self._is_over(one, now) or (one.used and Block(one.minute, one.used) not in told)
+        ]
         # With waiting calls, reports come many times a second, too short a time to measure a rate.
-        self.rate += (1 - math.exp(-elapsed / AHEAD_S)) * (self.taken / elapsed - self.rate)
-        self.taken = 0
-        ahead = 0 if self.short else math.ceil(self.rate * AHEAD_S)
+        elapsed = max(1e-3, now - self._reported_at)
+        self._rate += (1 - math.exp(-elapsed / AHEAD_S)) * (self.taken / elapsed - self._rate)
+        self.taken, self._reported_at = 0, now
+        ahead = math.ceil(self._rate * AHEAD_S) if now - self.used_at <= ASKS_S else 0
         needed, current = sum(amounts), self.current
-        # A free amount beyond the use of a second is more useful elsewhere. If calls of several processes
-        # lack amounts, each process gives its part back, so that one call gets enough.
-        current.free = 0 if self.pending else min(current.free, ahead + needed)
-        if not amounts and now - self.used_at > ASKS_S:
-            current.free = 0
-            return None
-        need = max(0, needed - current.free)
-        least = max(0, min(amounts, default=0) - current.free)
-        return Ask(self.counter, need, least, max(0, ahead + needed - current.free - need))
+        # An amount that covers no waiting call is more useful elsewhere.
+        kept = needed + min(ahead, self._share)
+        current.left = 0 if current.left < needed or now >= self.ends_at else min(current.left, kept)
+        need = 0 if current.left >= needed else needed
+        least = min(amounts, default=0)
+        self._sent, self.told = self.stated(), None
+        return CounterReport(self.counter, self._sent, need, least, ahead)
 
-    def _retire(self, now: float) -> None:
-        """Retire the current account if its minute is over."""
-        if now >= self.ends_at > NEVER:
-            self._put_away()
+    def rests(self, now: float) -> bool:
+        """Return whether the service knows all, and nothing is asked for."""
+        return now - self.used_at > ASKS_S and not self.current.left and self.told == self.stated()
 
-    def _put_away(self) -> None:
-        self.current.free = 0
-        self.past.append(self.current)
-        self.current, self.ends_at = _Account(ALWAYS), NEVER
+    def is_stale(self, now: float) -> bool:
+        """Return whether the service has a block that is over, and can forget it."""
+        return any(one.used and self._is_over(one, now) for one in self.blocks)
+
+    def _is_over(self, block: HeldBlock, now: float) -> bool:
+        return not block.reserved and (block is not self.current or now >= self.ends_at)
 
     def remaining(self, now: float) -> list[tuple[LimitState, int, float]]:
         """Return each limit with its remaining amount, and the seconds to the end of its window."""
-        since = now - self.states_at
+        since = now - self._states_at
+        spent = self.current.used + self.current.reserved - self._base
         found = []
-        for state in self.states:
+        for state in self._states:
             left_s = state.ends_in_s - since
-            remaining = state.limit if left_s <= 0 else state.remaining - (self.spent - self.base)
+            remaining = state.limit if left_s <= 0 else state.remaining - spent
             found.append((state, min(state.limit, max(0, remaining)), max(0.0, left_s)))
         return found
+
+    def acknowledge(self) -> None:
+        """Note that the last report was answered."""
+        self.told = self._sent
 
     def apply(self, grant: Grant, sent_at: float) -> None:
         """Apply a grant in the answer to a report.
@@ -157,46 +170,66 @@ class HeldCounter:
             grant: The grant.
             sent_at: Time of the report.
         """
-        if self.ends_at == NEVER or grant.minute != self.current.minute:
-            if self.ends_at > NEVER:
-                self._put_away()
-            # The minute of the service ends a little later than estimated here.
-            found = next((one for one in self.past if one.minute == grant.minute), None)
-            if found is not None:
-                self.past.remove(found)
-            self.current = found or _Account(grant.minute)
-        self.current.free += grant.amount
+        if grant.minute != self.current.minute or self.current not in self.blocks:
+            self.current.left = 0
+            found = next((one for one in self.blocks if one.minute == grant.minute), None)
+            self.current = found or HeldBlock(grant.minute)
+            if found is None:
+                self.blocks.append(self.current)
+        self.current.left += grant.amount
         self.ends_at = sent_at + grant.ends_in_s
-        self.pending, self.short = grant.pending, grant.short
-        self.states, self.states_at, self.base = grant.states, sent_at, self.spent
+        self._share = grant.share
+        self._states, self._states_at = grant.states, sent_at
+        self._base = self.current.used + self.current.reserved
+
+
+class HeldSubject:
+    """The counters of a key or a tenant."""
+
+    __slots__ = ("counters", "name", "quota")
+
+    def __init__(self, name: str, quota: Quota, now: float) -> None:
+        self.name = name
+        self.counters: list[HeldCounter] = []
+        self.set_quota(quota, now)
+
+    def set_quota(self, quota: Quota, now: float) -> None:
+        """Set the quota. A counter without a limit stays until it holds nothing."""
+        self.quota = quota
+        known = {one.counter.kind: one for one in self.counters}
+        for kind in LIMITS:
+            limits = limits_of(quota, kind)
+            if kind in known:
+                known[kind].limits = limits
+            elif limits:
+                self.counters.append(HeldCounter(self, Counter(self.name, kind), limits, now))
 
 
 class Reservation:
     """The amounts that a call has reserved of its quotas.
 
     Args:
-        holder: The holder of the amounts.
-        parts: Each counter, the account that the amount was taken from, and the amount.
+        holder: The holder of the blocks.
+        parts: Each counter, the block that the amount was taken from, and the amount.
         tokens: The reserved tokens.
         began: Time of the reservation.
     """
 
-    __slots__ = ("_began", "_charged", "_holder", "_parts", "_settled", "tokens")
+    __slots__ = ("_began", "_holder", "_parts", "_settled", "tokens")
 
     def __init__(
-        self, holder: "Holder", parts: Sequence[tuple[HeldCounter, _Account, int]], tokens: int, began: float
+        self, holder: "Holder", parts: Sequence[tuple[HeldCounter, HeldBlock, int]], tokens: int, began: float
     ) -> None:
         self._holder = holder
         self._parts = parts
         self._began = began
         self._settled = False
-        self._charged: list[tuple[_Account, int]] = []
         self.tokens = tokens
 
     @property
     def minute(self) -> int:
         """The minute of the reserved amounts."""
-        return max((account.minute for _, account, _ in self._parts), default=ALWAYS)
+        return max((block.minute for _, block, _ in self._parts), default=ALWAYS)
 
     def settle(self, tokens: int, *, request: bool) -> None:
         """Charge the use of the call, and give back the rest. A second call does nothing.
@@ -209,134 +242,104 @@ class Reservation:
             return
         self._settled = True
         now = self._holder.clock()
-        for limits, account, amount in self._parts:
-            limits.hold_s += LATEST * (now - self._began - limits.hold_s)
-            used = int(request and limits.counter.kind == "requests")
-            if limits.is_tokens:
+        for one, block, amount in self._parts:
+            one.hold_s += LATEST * (now - self._began - one.hold_s)
+            if one.is_tokens:
                 used = tokens
                 if amount:
-                    limits.used_share += LATEST * (used / amount - limits.used_share)
-            account.reserved -= amount
-            account.ended += used
-            if used:
-                self._charged.append((account, used))
-            if account is limits.current and now < limits.ends_at:
-                account.free += max(0, amount - used)
+                    one.used_share += LATEST * (used / amount - one.used_share)
+            else:
+                used = 1 if request and one.counter.kind == "requests" else 0
+            block.reserved -= amount
+            block.used += used
+            if block is one.current and amount > used and now < one.ends_at:
+                block.left += amount - used
+            self._holder.busy.add(one.subject)
         self._holder.given_back()
-
-    def written(self) -> None:
-        """Note that the call's row is written: a later crash of this process doesn't change the charge."""
-        for account, used in self._charged:
-            account.ended -= used
-            account.used += used
-        self._charged.clear()
 
 
 class Holder:
-    """The amounts of one process.
+    """The blocks of one process.
 
     Args:
         name: Its name, unique and never used again.
         clock: Monotonic clock, in seconds.
-        rows: Returns the number of ledger rows for which `Reservation.written` was called.
         given_back: Called when a call has given something back.
+
+    Attributes:
+        busy: The subjects whose counters the next reports state.
     """
 
     def __init__(
-        self,
-        name: str,
-        clock: Callable[[], float],
-        rows: Callable[[], int] = lambda: 0,
-        given_back: Callable[[], None] = lambda: None,
+        self, name: str, clock: Callable[[], float], given_back: Callable[[], None] = lambda: None
     ) -> None:
         self.name = name
         self.clock = clock
         self.given_back = given_back
-        self._rows = rows
-        self._limits: dict[Counter, HeldCounter] = {}
+        self.busy: set[HeldSubject] = set()
+        self._subjects: dict[str, HeldSubject] = {}
         self._number = 0
-        self._reported_at = clock()
-        self._sent: Told = {}
-        self._told: Told = {}
+        self._session = ""
+        self._holds_until = NEVER
+        self._round: list[HeldSubject] = []
+        self._sent: list[HeldSubject] = []
+        self._quiet: list[HeldSubject] = []
 
-    def limits(self, subject: str, quota: Quota) -> Iterator[HeldCounter]:
-        """Yield the counters of a subject that its quota limits."""
-        for kind in LIMITS:
-            counter = Counter(subject, kind)
-            found = self._limits.get(counter)
-            if found is None:
-                if not limits_of(quota, kind):
-                    continue
-                found = self._limits[counter] = HeldCounter(counter, quota, self.clock())
-            elif found.quota is not quota and found.quota != quota:
-                found.set_quota(quota)
-            if found.limits:
-                yield found
+    def limits(self, subject: str, quota: Quota) -> list[HeldCounter]:
+        """Return the counters of a subject that its quota limits."""
+        found = self._subjects.get(subject)
+        if found is None:
+            found = self._subjects[subject] = HeldSubject(subject, quota, self.clock())
+        elif found.quota is not quota and found.quota != quota:
+            found.set_quota(quota, self.clock())
+        return [one for one in found.counters if one.limits]
 
     def take(self, limits: Sequence[HeldCounter], tokens: int) -> Reservation | None:
-        """Reserve a call from the free amounts; None: they don't cover it."""
+        """Reserve a call of the blocks; None: they don't cover it."""
         now = self.clock()
-        if not all(one.covers(one.amount(tokens), now) for one in limits):
+        if now >= self._holds_until:
             return None
-        return self._reserve(limits, tokens, now)
-
-    def take_beyond(self, limits: Sequence[HeldCounter], tokens: int, wall: float) -> Reservation:
-        """Reserve a call from the free amounts and beyond, while the service is away.
-
-        Args:
-            limits: The counters of the call.
-            tokens: Its tokens.
-            wall: Seconds since the epoch.
-        """
-        now = self.clock()
         for one in limits:
-            one.open(now, wall)
-            one.current.free = max(one.current.free, one.amount(tokens))
-        return self._reserve(limits, tokens, now)
-
-    def _reserve(self, limits: Sequence[HeldCounter], tokens: int, now: float) -> Reservation:
+            if now >= one.ends_at or one.current.left < (tokens if one.is_tokens else 1):
+                return None
         parts = []
         for one in limits:
-            amount = one.amount(tokens)
-            one.current.free -= amount
-            one.current.reserved += amount
+            amount, block = tokens if one.is_tokens else 1, one.current
+            block.left -= amount
+            block.reserved += amount
             one.taken += amount
             one.used_at = now
-            parts.append((one, one.current, amount))
+            self.busy.add(one.subject)
+            parts.append((one, block, amount))
         return Reservation(self, parts, tokens, now)
 
-    def report(self, waiting: Sequence[tuple[Sequence[HeldCounter], int]] = ()) -> HolderReport:
+    def report(self, waiting: Iterable[tuple[Sequence[HeldCounter], int]] = ()) -> HolderReport:
         """Return the next report.
 
         Args:
-            waiting: The counters and the tokens of each call that waits.
+            waiting: The counters and the tokens of calls that wait, at most `SLICE`.
         """
         now = self.clock()
-        elapsed = max(1e-3, now - self._reported_at)
-        self._reported_at = now
         self._number += 1
-        needs: dict[Counter, list[int]] = {}
+        needs: dict[HeldCounter, list[int]] = {}
         for limits, tokens in waiting:
             for one in limits:
-                needs.setdefault(one.counter, []).append(one.amount(tokens))
-        self._sent = {}
-        accounts, asks, keys = [], [], {}
-        for one in list(self._limits.values()):
-            if (ask := one.ask(needs.get(one.counter, ()), now, elapsed)) is not None:
-                asks.append(ask)
-                if one.counter.subject.startswith("key "):
-                    keys[one.counter.subject] = one.quota
-            for account in (one.current, *one.past):
-                if account.held or account.used:
-                    said = account.used, account.held, account.free
-                    self._sent[one.counter, account.minute] = said
-                    accounts.append(Account(one.counter, account.minute, *said))
-            if ask is None and not (one.current.held or one.past) and now - one.used_at > IDLE_S:
-                # The use of its calls stays in the totals of the service.
-                del self._limits[one.counter]
-        return HolderReport(
-            self.name, self._number, tuple(accounts), tuple(asks), tuple(keys.items()), rows=self._rows()
-        )
+                needs.setdefault(one, []).append(one.amount(tokens))
+        self._sent = list(dict.fromkeys([*(one.subject for one in needs), *self._next()]))
+        counters: list[CounterReport] = []
+        keys = {}
+        for subject in self._sent:
+            counters += [
+                one.report(needs.get(one, ()), now) for one in subject.counters if one.limits or one.blocks
+            ]
+            if subject.name.startswith("key "):
+                keys[subject.name] = subject.quota
+        return HolderReport(self.name, self._number, tuple(counters), tuple(keys.items()))
+
+    @property
+    def has_more(self) -> bool:
+        """Whether the last report had no place for all."""
+        return bool(self._round)
 
     def apply(self, answer: HolderAnswer, sent_at: float) -> None:
         """Apply the answer to the last report.
@@ -345,47 +348,57 @@ class Holder:
             answer: The answer. It must not be the answer to an earlier report.
             sent_at: Time of the report.
         """
-        if answer.gone:
-            self._begin_anew()
-            return
-        self._told = self._sent
-        # Grants come first: they may reopen an account that was retired a moment too early.
+        # Later the service takes the amounts of a silent holder for free.
+        self._holds_until = sent_at + SILENT_S
+        for subject in self._sent:
+            for one in subject.counters:
+                one.acknowledge()
         for grant in answer.grants:
-            if (found := self._limits.get(grant.counter)) is not None:
-                found.apply(grant, sent_at)
-        for limits in self._limits.values():
-            limits.past = [
-                account
-                for account in limits.past
-                if account.held or self._told.get((limits.counter, account.minute)) != (account.used, 0, 0)
-            ]
-
-    @property
-    def changed(self) -> bool:
-        """True if the service lacks a change, or a free amount is to be used or given back."""
-        for limits in self._limits.values():
-            for account in (limits.current, *limits.past):
-                told = self._told.get((limits.counter, account.minute), (0, 0, 0))
-                if account.free or told != (account.used, account.held, account.free):
-                    return True
-        return False
+            found = self._subjects.get(grant.counter.subject)
+            for one in found.counters if found else ():
+                if one.counter == grant.counter:
+                    one.apply(grant, sent_at)
+        if answer.session != self._session:
+            self._session = answer.session
+            self.busy.update(self._subjects.values())
+            for subject in self.busy.difference(self._sent):
+                for one in subject.counters:
+                    one.told = None
 
     def give_up(self) -> None:
-        """Give up all free amounts."""
-        for limits in self._limits.values():
-            limits.current.free = 0
+        """Give back what is left of all blocks."""
+        for subject in self._subjects.values():
+            for one in subject.counters:
+                one.current.left = 0
+        self.busy.update(self._subjects.values())
 
     def set_tenants(self, subjects: dict[str, Quota]) -> None:
         """Set the quotas of all tenants, by subject."""
-        for limits in self._limits.values():
-            if limits.counter.subject.startswith("tenant "):
-                limits.set_quota(subjects.get(limits.counter.subject, Quota()))
+        for name, subject in self._subjects.items():
+            if name.startswith("tenant "):
+                subject.set_quota(subjects.get(name, Quota()), self.clock())
 
-    def _begin_anew(self) -> None:
-        """Continue under a new name: this process has stood still, and others have settled for it."""
-        self.name = f"{self.name.partition('+')[0]}+{uuid4().hex[:8]}"
-        self._number = 0
-        self._told = {}
-        for limits in self._limits.values():
-            for account in (limits.current, *limits.past):
-                account.used = account.free = 0
+    def _next(self) -> list[HeldSubject]:
+        """Return the next busy subjects; those that have come to rest are busy no more, or forgotten."""
+        now = self.clock()
+        if NEVER < self._holds_until <= now:
+            self._holds_until = NEVER
+            self.give_up()
+        if not self._quiet:
+            self._quiet = list(self._subjects.values())
+        for _ in range(min(SLICE, len(self._quiet))):
+            subject = self._quiet.pop()
+            if any(one.is_stale(now) for one in subject.counters):
+                self.busy.add(subject)
+        if not self._round:
+            self._round = list(self.busy)
+        found: list[HeldSubject] = []
+        while self._round and len(found) < SLICE:
+            subject = self._round.pop()
+            if any(not one.rests(now) or one.is_stale(now) for one in subject.counters):
+                found.append(subject)
+                continue
+            self.busy.discard(subject)
+            if not any(one.told for one in subject.counters):
+                self._subjects.pop(subject.name, None)
+        return found

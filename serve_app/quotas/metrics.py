@@ -2,9 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 
-from serve_app.quotas.counters import LimitState
+from serve_app.quotas.counters import LimitState, slices
 from serve_app.telemetry import catalogue
 from serve_app.telemetry.meters import Meters
 from serve_app.telemetry.tenants import TenantLabels
@@ -14,7 +14,7 @@ logger = logging.getLogger("ray.serve")
 INTERVAL_S = 2.0
 """Seconds between two reports."""
 
-States = Mapping[str, tuple[LimitState, ...]]
+States = AsyncIterator[tuple[str, tuple[LimitState, ...]]]
 
 
 class QuotaMetrics:
@@ -24,7 +24,7 @@ class QuotaMetrics:
     series.
 
     Args:
-        states: Returns the states of all limits, by subject.
+        states: Yields each subject with the states of its limits.
         most: Most subjects with their own series.
         meters: Instruments of `catalogue.QUOTAS`; None: Ray's instruments.
     """
@@ -45,20 +45,21 @@ class QuotaMetrics:
         if self._task is not None:
             self._task.cancel()
 
-    def report(self) -> None:
+    async def report(self) -> None:
         """Record the states once."""
-        shares = {
-            subject: {state.name: 1 - state.remaining / state.limit for state in states}
-            for subject, states in self._states().items()
-        }
-        self._labels.round(
-            {subject: int(1000 * max(used.values(), default=0.0)) for subject, used in shares.items()}
-        )
+        shares: dict[str, list[tuple[str, float]]] = {}
+        most: dict[str, int] = {}
+        async for subject, states in self._states():
+            shares[subject] = [(state.name, 1 - state.remaining / state.limit) for state in states]
+            most[subject] = int(1000 * max((share for _, share in shares[subject]), default=0.0))
+        self._labels.round(most)
         fullest: dict[tuple[str, str], float] = {}
-        for subject, used in shares.items():
-            for limit, share in used.items():
-                place = self._labels.label(subject), limit
-                fullest[place] = max(fullest.get(place, 0.0), share)
+        for part in slices(shares.items()):
+            for subject, used in part:
+                label = self._labels.label(subject)
+                for limit, share in used:
+                    fullest[label, limit] = max(fullest.get((label, limit), 0.0), share)
+            await asyncio.sleep(0)
         for (label, limit), share in fullest.items():
             self._meters.record(catalogue.QUOTA_USED, share, label, limit)
         # A gauge keeps its last value, so limits that are gone are set to 0.
@@ -69,7 +70,7 @@ class QuotaMetrics:
     async def _run(self) -> None:
         while True:
             try:
-                self.report()
+                await self.report()
             except Exception:
                 # A failure of telemetry must not stop the quotas.
                 logger.exception("quotas: no metrics")

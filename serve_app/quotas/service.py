@@ -4,10 +4,10 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
-from serve_app.quotas.counters import Charge, Counters, HolderAnswer, HolderReport, LimitState
+from serve_app.quotas.counters import Counters, HolderAnswer, HolderReport, LimitState, slices
 from serve_app.quotas.state import QuotaStateError, State, TakenOverError, open_state
 from serve_app.quotas.tenants import TenantQuotas
 from serve_app.quotas.windows import WindowClock
@@ -21,6 +21,9 @@ logger = logging.getLogger("ray.serve")
 
 SAVE_S = 1.0
 """Seconds after which changes are saved if no answer waits for them."""
+
+SWEEP_S = 10.0
+"""Seconds between two checks for silent holders and used up counters."""
 
 REFRESH_S = 2.0
 """Seconds between two checks of the file of quotas."""
@@ -88,7 +91,7 @@ class QuotaService:
     def start(self) -> None:
         """Start saving, and checking the file of quotas, on the running loop."""
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._save_on()), loop.create_task(self._refresh_on())]
+        self._tasks = [loop.create_task(run()) for run in (self._save_on, self._refresh_on, self._sweep_on)]
 
     async def take(self, report: HolderReport) -> HolderAnswer:
         """Take a report and return the answer; see `Counters.take`.
@@ -101,21 +104,6 @@ class QuotaService:
         await self._saved()
         return answer
 
-    async def rows_of(self, holder: str) -> int | None:
-        """Return the number of ledger rows whose use a holder has reported; None: the holder is unknown."""
-        self.check()
-        return self._counters.rows_of(holder)
-
-    async def settle(self, holder: str, charges: tuple[Charge, ...]) -> None:
-        """Settle for a holder that has died; see `Counters.settle`.
-
-        Raises:
-            QuotaStateError: The database fails.
-        """
-        self.check()
-        self._counters.settle(holder, charges, self._clock.now(), self._monotonic())
-        await self._saved()
-
     async def _saved(self) -> None:
         """Return once every grant in an answer is saved: the grants of this call, and of calls before it."""
         if self._counters.urgent:
@@ -126,9 +114,12 @@ class QuotaService:
             self._wake.set()
             await saved
 
-    def states(self) -> Mapping[str, tuple[LimitState, ...]]:
-        """Return the states of all limits, by subject."""
-        return self._counters.states(self._clock.now())
+    async def states(self) -> AsyncIterator[tuple[str, tuple[LimitState, ...]]]:
+        """Yield each subject with the states of its limits."""
+        for part in slices(self._counters.subjects().items()):
+            for subject, quota in part:
+                yield subject, self._counters.states(subject, quota, self._clock.now())
+            await asyncio.sleep(0)
 
     @property
     def holders(self) -> int:
@@ -161,11 +152,13 @@ class QuotaService:
     async def save(self) -> None:
         """Save the changes, and release the answers that wait for them."""
         waiting, self._waiting = self._waiting, []
-        changes = self._pending | self._counters.take_changes()
-        self._pending = {}
+        changes, self._pending = self._pending, {}
         self._unsaved, self._saving = False, True
         failed: Exception | None = None
         try:
+            for part in self._counters.take_changes():
+                changes |= part
+                await asyncio.sleep(0)
             if changes:
                 await self._beside(self._state.save, changes)
         except Exception as error:
@@ -202,6 +195,12 @@ class QuotaService:
             with rounds.round():
                 if self._tenants.refresh():
                     self._set_tenants()
+
+    async def _sweep_on(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            for _ in self._counters.sweep(self._clock.now(), self._monotonic()):
+                await asyncio.sleep(0)
 
     def _set_tenants(self) -> None:
         self._counters.set_tenants(self._tenants.quotas, self._tenants.version)

@@ -111,11 +111,11 @@ class QuotasSettings(Strict):
     database_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = Field(
         default=None, description="Environment variable with that URL, which may hold a password."
     )
-    when_away: Literal["fail_closed", "fail_open"] = Field(
-        default="fail_closed",
+    when_away: Literal["refuse", "serve"] = Field(
+        default="refuse",
         description=(
-            "Treatment of requests that need the deployment while it doesn't answer: `fail_closed` answers "
-            "503, `fail_open` admits them, and charges them once it answers again."
+            "Treatment of requests that need the deployment while it doesn't answer: `refuse` answers 503, "
+            "`serve` lets them run without limits, and charges nothing."
         ),
     )
     away_s: Seconds = Field(

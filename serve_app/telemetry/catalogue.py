@@ -248,6 +248,12 @@ QUOTA_USED = Metric(
     ("subject", "limit"),
 )
 
+QUOTA_UNLIMITED = Metric(
+    "saturate_quota_unlimited_calls_total",
+    "counter",
+    "Calls that ran without limits while the deployment Quotas was away",
+)
+
 # Models that take turns.
 AWAKE = Metric(
     "saturate_turn_awake", "gauge", "Engines of a model that are awake on a shared device", ("model", "group")
@@ -305,7 +311,7 @@ VLLM_SECONDS = _vllm(
 )
 
 INGRESS = (FAULTS, REQUESTS, IN_PROGRESS, REQUEST_SECONDS, FIRST_TOKEN, PER_TOKEN, PATH_SECONDS)
-USAGE = (USAGE_CALLS, USAGE_TOKENS, USAGE_ROWS, USAGE_DROPPED, USAGE_BEHIND)
+USAGE = (USAGE_CALLS, USAGE_TOKENS, USAGE_ROWS, USAGE_DROPPED, USAGE_BEHIND, QUOTA_UNLIMITED)
 BATCHER = (
     FAULTS,
     QUEUE_RECORDS,

@@ -42,7 +42,7 @@ from tests.serve_app.engine.engine_doubles import (
     opened,
 )
 from tests.serve_app.ledger.crashing import FakeSequence
-from tests.serve_app.quotas.fleet import QuotasHandle
+from tests.serve_app.quotas.fleet import QuotasHandle, states_of
 
 STREAM = [(b"content-type", b"text/event-stream")]
 PROMPT = {"prompts": ["a"]}
@@ -375,7 +375,7 @@ async def test_an_answer_has_the_state_of_its_quotas_and_charges_what_it_took() 
         assert headers[b"x-ratelimit-remaining-tokens"] == b"72"
         # The engine has counted 13 of the 128 that were reserved, its context.
         await served.parts._accounts.stop()
-        (state,) = handle.service.states()["tenant acme"]
+        (state,) = (await states_of(handle.service))["tenant acme"]
         assert state.remaining == 187
 
 
@@ -410,7 +410,7 @@ async def test_a_prompt_beyond_its_bound_is_reserved_before_it_runs(
         assert first.head is not None
         assert first.head.status == status
         await served.parts._accounts.stop()
-        tokens = [state for state in handle.service.states()["tenant acme"] if state.limit == limit]
+        tokens = [state for state in (await states_of(handle.service))["tenant acme"] if state.limit == limit]
         assert [state.remaining for state in tokens] == [remaining]
         served.site.check_free()
 
@@ -464,7 +464,7 @@ async def test_a_refused_request_counts_for_no_limit(why: str) -> None:
         await asyncio.gather(*held)
         await served.pieces(ACME)
         await served.parts._accounts.stop()
-        (state,) = handle.service.states()["tenant acme"]
+        (state,) = (await states_of(handle.service))["tenant acme"]
         assert state.remaining == 9
         served.site.check_free()
 

@@ -147,15 +147,10 @@ class Booked:
     def settle(self, tokens: int, *, request: bool) -> None:
         self.told.append((tokens, request))
 
-    def written(self) -> None:
-        self.told.append("written")
 
-
-@pytest.mark.parametrize("keeps", [True, False])
-def test_the_end_of_a_call_settles_its_reservation_once_with_the_tokens_of_its_row(keeps: bool) -> None:
+def test_the_end_of_a_call_settles_its_reservation_once_with_the_tokens_of_its_row() -> None:
     book, booked, idle = CallBook("demo"), Booked(), Booked()
-    if keeps:
-        book.keep_ended()
+    book.keep_ended()
     call = book.open(ANNA, RequestUsage())
     call.reservations.append(booked)
     slot = begun(call, FakeSequence(Tokens(2, 1, 5)))
@@ -163,11 +158,10 @@ def test_the_end_of_a_call_settles_its_reservation_once_with_the_tokens_of_its_r
     assert booked.told == []
     slot.end()
     call.close()
-    # With a ledger, its writer tells when the row is there.
-    assert booked.told == [(7, True)] + ([] if keeps else ["written"])
+    assert booked.told == [(7, True)]
     with book.open(ANNA, RequestUsage()) as empty:
         empty.reservations.append(idle)
-    assert idle.told == [(0, False), "written"]
+    assert idle.told == [(0, False)]
 
 
 @pytest.mark.parametrize(("used", "charges"), [(3, (0, 3)), (7, (3, 4)), (20, (16, 4))])
@@ -180,7 +174,7 @@ def test_a_second_reservation_is_charged_first_and_both_together_what_the_call_u
     slot = begun(call, FakeSequence(Tokens(used)))
     slot.end()
     call.close()
-    assert [each.told for each in booked] == [[(charge, True), "written"] for charge in charges]
+    assert [each.told for each in booked] == [[(charge, True)] for charge in charges]
 
 
 Step = tuple[int, int, bool]

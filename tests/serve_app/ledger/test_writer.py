@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,8 +77,7 @@ class Process:
 
     Attributes:
         counted: Tokens of the calls that have ended.
-        written: Tokens of the calls whose rows are written, as the ledger has told.
-        dead: Rows of processes that have died, as the ledger has told.
+        written: Tokens of the calls that had ended at the last round without a failure.
     """
 
     def __init__(
@@ -90,23 +89,11 @@ class Process:
         self.book = book_of(name, clock)
         self.counted: Sizes = {}
         self.written: Sizes = {}
-        self.dead: dict[str, Sizes] = {}
-        self.after = 0
-
-        def wrote(calls: Sequence[Call], rows: int) -> None:
-            assert rows == self.ledger.written
-            self.written |= {call.request.scheduling.tenant: call.usage.counted.output for call in calls}
-
-        def died(name: str, rows: Callable[[int], list[LedgerRow]]) -> None:
-            self.dead[name] = {row.tenant: row.output_tokens for row in rows(self.after)}
-
         self.ledger = Ledger(
             self.book,
             FOLDER,
             disk=self.disk,
             compact=packed if parquet else None,
-            written=wrote,
-            died=died,
             clock=clock,
             now=clock,
             **({"segment_bytes": 2_000} | options),
@@ -144,6 +131,8 @@ class Process:
         self.disk.failing, self.disk.share = turn.fails is not None, turn.fails or 0.0
         self.disk.full = self.disk.failing and turn.full
         self.ledger.round()
+        if self.ledger.behind_s == 0:
+            self.written = dict(self.counted)
         if turn.closes:
             try:
                 self.ledger.close()
@@ -187,7 +176,7 @@ TURNS = st.lists(
 
 
 def check(store: Store, *processes: Process) -> None:
-    """Check that every row that is told as written is there, and no call twice or with other tokens."""
+    """Check that every row of a round that succeeded is there, and no call twice or with other tokens."""
     rows = rows_in(store)
     sizes = {row.tenant: row.output_tokens for row in rows}
     assert len(sizes) == len(rows)
@@ -239,7 +228,7 @@ def test_a_process_that_ends_in_order_leaves_exact_sums(turns: list[Turn], parqu
     process.disk.failing = process.disk.full = False
     assert process.ledger.finish()
     process.ledger.close()
-    assert {row.tenant: row.output_tokens for row in rows_in(store)} == process.counted == process.written
+    assert {row.tenant: row.output_tokens for row in rows_in(store)} == process.counted
     assert process.ledger.dropped == 0
 
 
@@ -273,8 +262,6 @@ def test_rows_that_can_not_be_written_wait_and_the_oldest_are_kept(
         process.run()
         process.ledger.round()
     assert process.ledger.dropped == 1
-    # A row that will never be written holds nothing up.
-    assert process.written == {"a-3": 3}
     assert caplog.text.count("can't be written") == 1
     process.disk.failing = False
     process.ledger.round()
@@ -431,14 +418,11 @@ def test_only_the_work_of_dead_processes_is_finished() -> None:
     adopter.ledger.adopt()
     assert not uploaded
     clock.now += TOUCH_S
-    adopter.after = 1
     adopter.ledger.adopt()
     assert uploaded == [segment_path(FOLDER, TODAY, "b", 0)]
-    # What was told of before is known.
-    assert adopter.dead == {"b": {"b-2": 2, "b-3": 3}}
 
 
-def test_a_part_of_a_last_line_is_cut_off_and_told_of_is_what_is_whole() -> None:
+def test_a_part_of_a_last_line_is_cut_off() -> None:
     store, clock = Store(), Clock(START)
     add(store, 0, name="b", content=LINE + LINE[:-9])
     adopter = Process(store, clock, "a", parquet=True)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from serve_app.quotas.client import QuotaClient
-from serve_app.quotas.counters import Charge, HolderAnswer, HolderReport
+from serve_app.quotas.counters import HolderAnswer, HolderReport, LimitState
 from serve_app.quotas.service import QuotaService
 from serve_app.quotas.state import QuotaStateError
 from serve_app.settings.usage import Quota, QuotasSettings
@@ -56,11 +56,17 @@ async def inline(function: Callable[..., None], *arguments: Any) -> None:
     function(*arguments)
 
 
+async def states_of(service: QuotaService) -> dict[str, tuple[LimitState, ...]]:
+    """Return the states of all limits, by subject."""
+    return {subject: states async for subject, states in service.states()}
+
+
 class Fleet:
     """Clients and a service, on the clock of the running loop.
 
     Attributes:
         answering: The service is there.
+        cut_off: The names of clients whose reports are lost.
         calls: Reports that have reached it.
     """
 
@@ -68,14 +74,14 @@ class Fleet:
         self.settings = QuotasSettings(tenants={TENANT: quota}, folder="/nowhere", **settings)
         self.state = MemoryState()
         self.answering = True
+        self.cut_off: set[str] = set()
         self.calls = 0
         self.jump_s = 0.0
         self._hop_s = hop_s
         self.loop = asyncio.get_running_loop()
         self.service = self._service()
         self.clients = [
-            QuotaClient(self.settings, self, f"c{n}", clock=self.loop.time, wall=self.wall)
-            for n in range(clients)
+            QuotaClient(self.settings, self.take, f"c{n}", clock=self.loop.time) for n in range(clients)
         ]
         for client in self.clients:
             client.start()
@@ -89,9 +95,9 @@ class Fleet:
             task.cancel()
         self.service = self._service()
 
-    def used(self, limit: str = "tokens_per_minute") -> tuple[int, int]:
+    async def used(self, limit: str = "tokens_per_minute") -> tuple[int, int]:
         """Return what a limit's window has used, and what calls have reserved."""
-        states = {state.name: state for state in self.service.states()[f"tenant {TENANT}"]}
+        states = {state.name: state for state in (await states_of(self.service))[f"tenant {TENANT}"]}
         state = states[limit]
         return state.limit - state.remaining - state.reserved, state.reserved
 
@@ -115,18 +121,12 @@ class Fleet:
 
     async def take(self, report: HolderReport) -> HolderAnswer:
         await asyncio.sleep(self._hop_s)
-        if not self.answering:
+        if not self.answering or report.holder in self.cut_off:
             raise ConnectionError("the service is away")
         self.calls += 1
         answer = await self.service.take(report)
         await asyncio.sleep(self._hop_s)
         return answer
-
-    async def rows_of(self, holder: str) -> int | None:
-        return await self.service.rows_of(holder)
-
-    async def settle(self, holder: str, charges: tuple[Charge, ...]) -> None:
-        await self.service.settle(holder, charges)
 
 
 class QuotasHandle:
@@ -166,4 +166,5 @@ class QuotasHandle:
         enough = self._reports + 2
         async with asyncio.timeout(LIMIT_S), self._reported:
             await self._reported.wait_for(lambda: self._reports >= enough)
-        return next(state.remaining for state in self.service.states()[subject] if state.name == limit)
+        states = (await states_of(self.service))[subject]
+        return next(state.remaining for state in states if state.name == limit)
