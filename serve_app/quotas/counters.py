@@ -45,8 +45,8 @@ SHORT_S = 1.0
 FORGOTTEN_S = 3600.0
 """Seconds after which a key or a holder that doesn't report is forgotten."""
 
-SLICE = 200
-"""Counters that are handled at a time, so that the event loop isn't held up."""
+SLICE = 100
+"""Keys and counters that are handled at a time, so that the event loop isn't held up."""
 
 T = TypeVar("T")
 

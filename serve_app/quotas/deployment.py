@@ -18,7 +18,8 @@ class Quotas:
         settings: The config's `args`, with `usage.quotas`.
 
     Raises:
-        QuotaStateError: The database can't be used.
+        UnusableError: The database can't be used.
+        DatabaseError: The database fails.
         SettingsError: The file of quotas is invalid.
     """
 
@@ -29,8 +30,9 @@ class Quotas:
         assert quotas is not None
         # Import the database's package only where quotas are kept.
         from serve_app.quotas.service import QuotaService, place_of
+        from serve_app.quotas.state import StoredState
 
-        self._service = QuotaService(quotas, place_of(quotas, settings.batches))
+        self._service = QuotaService(quotas, StoredState(place_of(quotas, settings.batches)))
         self._service.start()
         self._metrics = None
         if settings.telemetry.metrics:

@@ -7,13 +7,14 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
-from serve_app.quotas.counters import Counters, HolderAnswer, HolderReport, LimitState, slices
-from serve_app.quotas.state import QuotaStateError, State, TakenOverError, open_state
+from serve_app.quotas.counters import SLICE, Counters, HolderAnswer, HolderReport, LimitState, slices
+from serve_app.quotas.state import State
 from serve_app.quotas.tenants import TenantQuotas
 from serve_app.quotas.windows import WindowClock
 from serve_app.settings.batches import BatchesSettings
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.usage import QuotasSettings
+from serve_app.system.database import DatabaseError, FencedError, UnusableError
 from serve_app.system.rounds import Rounds
 from serve_app.system.waiting import wait_for_event
 
@@ -27,6 +28,8 @@ SWEEP_S = 10.0
 
 REFRESH_S = 2.0
 """Seconds between two checks of the file of quotas."""
+
+FILE = "quotas.db"
 
 FOLDER = "quotas"
 """Folder of the state inside the folder of the batches."""
@@ -50,7 +53,8 @@ class QuotaService:
         refresh_s: Seconds between two checks of the file of quotas.
 
     Raises:
-        QuotaStateError: The database fails, or its content is not a state of quotas.
+        UnusableError: The content of the database is not a state of quotas.
+        DatabaseError: The database fails.
         SettingsError: The file of quotas is invalid, and no earlier process has read it.
     """
 
@@ -73,7 +77,7 @@ class QuotaService:
         try:
             self._counters = Counters(stored, monotonic())
         except (ValueError, TypeError) as error:
-            raise QuotaStateError(
+            raise UnusableError(
                 f"{state.place}: this is not the state of quotas ({error}). Restore it, or remove it: all "
                 "windows then begin at zero."
             ) from error
@@ -85,8 +89,9 @@ class QuotaService:
         self._saving = False
         self._closing = False
         self._wake = asyncio.Event()
+        self._turn = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
-        self._taken_over: TakenOverError | None = None
+        self._taken_over: FencedError | None = None
 
     def start(self) -> None:
         """Start saving, and checking the file of quotas, on the running loop."""
@@ -97,10 +102,14 @@ class QuotaService:
         """Take a report and return the answer; see `Counters.take`.
 
         Raises:
-            QuotaStateError: The database fails: nothing was granted.
+            DatabaseError: The database fails: nothing was granted.
         """
         self.check()
-        answer = self._counters.take(report, self._clock.now(), self._monotonic())
+        # The event loop does other things between the reports of many Engines.
+        async with self._turn:
+            answer = self._counters.take(report, self._clock.now(), self._monotonic())
+            if len(report.counters) >= SLICE:
+                await asyncio.sleep(0)
         await self._saved()
         return answer
 
@@ -166,9 +175,9 @@ class QuotaService:
             # A grant stays in the counters, and is saved by the next try.
             self._pending = changes | self._pending
             self._unsaved = True
-            if isinstance(error, TakenOverError):
+            if isinstance(error, FencedError):
                 self._taken_over = error
-            if isinstance(error, QuotaStateError):
+            if isinstance(error, DatabaseError | FencedError):
                 logger.warning("quotas: the state can't be saved: %s", error)
             else:
                 logger.exception("quotas: the state can't be saved")
@@ -181,6 +190,11 @@ class QuotaService:
                 future.set_result(None)
             else:
                 future.set_exception(failed)
+
+    async def sweep(self) -> None:
+        """Free the amounts of silent holders, and forget counters that are used up."""
+        for _ in self._counters.sweep(self._clock.now(), self._monotonic()):
+            await asyncio.sleep(0)
 
     async def _save_on(self) -> None:
         while not self._closing:
@@ -199,8 +213,7 @@ class QuotaService:
     async def _sweep_on(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
-            for _ in self._counters.sweep(self._clock.now(), self._monotonic()):
-                await asyncio.sleep(0)
+            await self.sweep()
 
     def _set_tenants(self) -> None:
         self._counters.set_tenants(self._tenants.quotas, self._tenants.version)
@@ -208,21 +221,21 @@ class QuotaService:
             self._pending[_HELD] = self._tenants.held
 
 
-def place_of(quotas: QuotasSettings, batches: BatchesSettings | None) -> State:
-    """Return the database of the quotas: their own, or else the database of the batches.
+def place_of(quotas: QuotasSettings, batches: BatchesSettings | None) -> Path | str:
+    """Return the file or the URL of the quotas' database: their own, or else the database of the batches.
 
     Raises:
-        QuotaStateError: It can't be used.
         SettingsError: The environment has no URL.
     """
     if quotas.folder is not None:
-        return open_state(Path(quotas.folder).expanduser(), None)
+        return Path(quotas.folder).expanduser() / FILE
     url, name, field = quotas.database, quotas.database_env, "usage.quotas.database_env"
-    folder = None
     if url is None and name is None:
         assert batches is not None
         url, name, field = batches.database, batches.database_env, "batches.database_env"
-        folder = Path(batches.folder).expanduser() / FOLDER
     if name is not None and not (url := os.environ.get(name)):
         raise SettingsError(f"{field}: the environment of the replica has no variable {name}")
-    return open_state(folder, url)
+    if url is not None:
+        return url
+    assert batches is not None
+    return Path(batches.folder).expanduser() / FOLDER / FILE

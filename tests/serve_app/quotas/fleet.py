@@ -9,8 +9,8 @@ from typing import Any
 from serve_app.quotas.client import QuotaClient
 from serve_app.quotas.counters import HolderAnswer, HolderReport, LimitState
 from serve_app.quotas.service import QuotaService
-from serve_app.quotas.state import QuotaStateError
 from serve_app.settings.usage import Quota, QuotasSettings
+from serve_app.system.database import DatabaseError
 from tests.progress import STILL_S
 
 START = 1_790_000_040.0
@@ -40,7 +40,7 @@ class MemoryState:
 
     def save(self, changes: Mapping[str, str | None]) -> None:
         if self.failing:
-            raise QuotaStateError("the disk is full")
+            raise DatabaseError("the disk is full")
         for key, value in changes.items():
             if value is None:
                 self.texts.pop(key, None)

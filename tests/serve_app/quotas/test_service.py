@@ -1,8 +1,6 @@
 """The service of the quotas: a grant is saved before it leaves, and the next process goes on from there."""
 
 import asyncio
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +8,9 @@ import pytest
 
 from serve_app.quotas.counters import Block, Counter, CounterReport, HolderAnswer, HolderReport
 from serve_app.quotas.service import QuotaService
-from serve_app.quotas.state import QuotaStateError, TakenOverError, open_state
+from serve_app.quotas.state import StoredState
 from serve_app.settings.usage import Quota, QuotasSettings
+from serve_app.system.database import DatabaseError, FencedError, UnusableError
 from tests.progress import STILL_S
 from tests.serve_app.quotas.fleet import START, MemoryState, inline, states_of
 
@@ -85,7 +84,7 @@ async def test_a_failed_save_grants_nothing_and_the_next_save_makes_up() -> None
     service = service_of(state, beside=inline)
     service.start()
     state.failing = True
-    with pytest.raises(QuotaStateError):
+    with pytest.raises(DatabaseError):
         await service.take(ask(1, 300))
     state.failing = False
     assert granted(await service.take(ask(2, 300))) == 300
@@ -94,14 +93,14 @@ async def test_a_failed_save_grants_nothing_and_the_next_save_makes_up() -> None
 
 
 async def test_a_process_that_was_replaced_ends(tmp_path: Path) -> None:
-    first = service_of(open_state(tmp_path, None))
+    first = service_of(StoredState(tmp_path / "quotas.db"))
     first.start()
     await first.take(ask(1, 300))
-    second = service_of(open_state(tmp_path, None))
+    second = service_of(StoredState(tmp_path / "quotas.db"))
     second.start()
-    with pytest.raises(TakenOverError):
+    with pytest.raises(FencedError):
         await first.take(ask(2, 600))
-    with pytest.raises(TakenOverError):
+    with pytest.raises(FencedError):
         first.check()
     assert granted(await second.take(ask(2, 600))) == 600
     await first.close()
@@ -129,7 +128,7 @@ async def test_it_counts_the_replicas_that_report() -> None:
 
 
 async def test_the_end_waits_for_the_save_under_way(tmp_path: Path) -> None:
-    state = open_state(tmp_path, None)
+    state = StoredState(tmp_path / "quotas.db")
     began, goes_on = asyncio.Event(), asyncio.Event()
 
     async def slow(save: Any, changes: Any) -> None:
@@ -149,7 +148,7 @@ async def test_the_end_waits_for_the_save_under_way(tmp_path: Path) -> None:
     async with asyncio.timeout(LIMIT_S):
         await closing
         assert granted(await asked) == 300
-    again = service_of(open_state(tmp_path, None))
+    again = service_of(StoredState(tmp_path / "quotas.db"))
     await again.take(holding(2, 300))
     assert await remaining(again) == 700
     await again.close()
@@ -172,20 +171,8 @@ async def test_the_end_waits_for_the_save_under_way(tmp_path: Path) -> None:
 def test_a_state_of_something_else_is_named(key: str, value: str) -> None:
     state = MemoryState()
     state.texts[key] = value
-    with pytest.raises(QuotaStateError, match="memory: this is not the state of quotas"):
+    with pytest.raises(UnusableError, match="memory: this is not the state of quotas"):
         service_of(state)
-
-
-def test_an_epoch_that_is_no_number_is_named_with_its_file(tmp_path: Path) -> None:
-    state = open_state(tmp_path, None)
-    state.load()
-    state.close()
-    with closing(sqlite3.connect(tmp_path / "quotas.db")) as db, db:
-        db.execute("UPDATE quotas SET value = 'x' WHERE key = 'epoch'")
-    again = open_state(tmp_path, None)
-    with pytest.raises(QuotaStateError, match=r"quotas\.db: this is not the state of quotas"):
-        again.load()
-    again.close()
 
 
 async def test_a_failure_of_a_followed_file_is_logged_and_mends_later(
