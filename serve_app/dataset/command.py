@@ -13,7 +13,7 @@ import click
 
 from serve_app.dataset.api import APIRun, errors_of
 from serve_app.dataset.errors import CommandError, DiskError
-from serve_app.dataset.formats import numbered
+from serve_app.dataset.formats import CorruptError, numbered
 from serve_app.dataset.options import (
     ARGUMENTS,
     EPILOG,
@@ -177,6 +177,8 @@ class Session:
             asyncio.run(self._run())
         except RunError as error:
             failure = error
+            if isinstance(error, CorruptError) and self._drive:
+                self._output.note_broken(error.files, self._drive.read)
         except asyncio.CancelledError:
             # The second interrupt.
             pass
@@ -260,6 +262,8 @@ class Session:
             failure = _failure_of(lambda: write_report(self._report_path, body), failure)
         if failure:
             print(f"error: {failure}", file=sys.stderr)
+            if isinstance(failure, CorruptError) and totals["rows"]:
+                self._say(f"{totals['rows']:,} rows are in {self._output.path}: mend the file, then --resume")
             return _exit_code(failure)
         if not self._options.quiet:
             print(table(body))

@@ -9,6 +9,7 @@ before the crash: the next start commits them. At the end the lines are put in t
 import json
 import os
 import sqlite3
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -231,7 +232,7 @@ class Output:
                 + "\nName another output, begin anew with --overwrite, or keep these rows and continue "
                 "with --resume"
             )
-        if differences and (reason := self._misnumbered(noted["input"], run["input"])):
+        if differences and (reason := self._misnumbered(noted, run["input"])):
             raise OutputError(
                 f"{reason}, so the rows of {self.path} have other numbers now; name another output, or begin "
                 "anew with --overwrite"
@@ -245,22 +246,30 @@ class Output:
         if not noted:
             self._remove()
         if self.finished is None:
-            self._note(version=VERSION, state="running", **run)
+            self._note(version=VERSION, state="running", files_read=None, **run)
             self._recover()
 
-    def _misnumbered(self, was: JSON, now: JSON) -> str:
+    def note_broken(self, files: int, rows: int) -> None:
+        """Note where the input is broken, so that the file may be mended: later files have no rows yet.
+
+        Args:
+            files: Files that were read, with the broken file.
+            rows: Rows that were read.
+        """
+        if not self.done(rows, sys.maxsize):
+            self._note(files_read=files)
+
+    def _misnumbered(self, noted: JSON, now: JSON) -> str:
         """Return which change of the input gives rows in the output other numbers; empty: none does.
 
         Rows are known by their numbers over all files. Rows and files may be added at the end.
         """
-        before, after = was.get("content") or [], now.get("content") or []
+        before, after = noted["input"].get("content") or [], now.get("content") or []
+        before = before[: noted.get("files_read")]
         for number, (name, size) in enumerate(before):
             found = after[number] if number < len(after) else [None, 0]
             if found[0] != name or (number + 1 < len(before) and found[1] != size):
                 return f"{name} has changed, and is not the last file of the input"
-        unreadable = "SELECT 1 FROM done WHERE error = 'unreadable_rows' LIMIT 1"
-        if was != now and self._db.execute(unreadable).fetchone():
-            return "the input has changed, and some of its rows could not be read before"
         return ""
 
     def _remove(self) -> None:

@@ -1,8 +1,4 @@
-"""Inputs of rows: files on any file system, compressed or not, pipes, datasets of the Hugging Face Hub.
-
-A broken file yields the rows before the break and one error for the rest. If the first file has a wrong form,
-the run ends before a row is sent; a later file of a wrong form yields one error.
-"""
+"""Inputs of rows: files on any file system, compressed or not, pipes, datasets of the Hugging Face Hub."""
 
 import hashlib
 import io
@@ -16,11 +12,10 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple, Protocol, cast
 
 from serve_app.api.protocol import JSON
-from serve_app.dataset.errors import InputError, RowError
+from serve_app.dataset.errors import InputError
 from serve_app.dataset.formats import (
     BLOCK,
     CorruptError,
-    FormError,
     Values,
     read_parquet,
     read_text,
@@ -59,9 +54,6 @@ VERSIONS = (
 )
 """Keys of fsspec's file details that change when a file is written; file systems have different ones."""
 
-CODEC_BYTES = 1 << 13
-"""Bytes that are decompressed at a time: at most this number is lost before the break in a broken file."""
-
 FileSystems = Callable[[str], tuple[Any, str]]
 """Returns fsspec's file system of an input, and the path in it."""
 
@@ -79,7 +71,12 @@ class Source(Protocol):
     silent: bool
 
     def values(self) -> Values:
-        """Yield each row's columns or its error, always in the same order."""
+        """Yield each row's columns, always in the same order.
+
+        Raises:
+            CorruptError: A row can't be read.
+            InputError: The storage fails.
+        """
 
     def fingerprint(self) -> JSON:
         """Return values that differ for other inputs, and after a change of this input."""
@@ -159,8 +156,12 @@ class Files:
 
     def values(self) -> Values:
         """Yield the rows of all files."""
-        for file in self._files:
-            yield from self._readable(file)
+        for number, file in enumerate(self._files, 1):
+            try:
+                yield from self._values(file)
+            except CorruptError as error:
+                error.files = number
+                raise
         self._read = float(self._size)
 
     def fingerprint(self) -> JSON:
@@ -235,21 +236,6 @@ class Files:
         name = path.removeprefix(base).lstrip("/")
         return _File(path, name, int(details.get("size") or 0), version)
 
-    def _readable(self, file: _File) -> Values:
-        """Yield the rows of a file; if it is broken, the rows before the break and one error for the rest."""
-        count = 0
-        try:
-            for row in self._values(file):
-                yield row
-                count += 1
-        except CorruptError as error:
-            first = file is self._files[0] and isinstance(error, FormError)
-            if not count and (first or len(self._files) == 1):
-                raise
-            yield RowError(
-                "unreadable_rows", f"{error}. The rows after row {count} of this file can't be read"
-            )
-
     def _values(self, file: _File) -> Values:
         format = self._format or _format(file.path) or ""
         compression = COMPRESSED.get(PurePosixPath(file.path).suffix.lower())
@@ -263,9 +249,9 @@ class Files:
             raw = _Guarded(stored, file.path, InputError)
             if format == "parquet":
                 if self._separator:
-                    raise FormError(f"{file.name}: --separator is for CSV, and this is Parquet")
+                    raise CorruptError(f"{file.name}: --separator is for CSV, and this is Parquet")
                 if compression:
-                    raise FormError(f"{file.name}: Parquet inside {compression} can't be read: unpack it")
+                    raise CorruptError(f"{file.name}: Parquet inside {compression} can't be read: unpack it")
                 yield from read_parquet(raw, file.name, self._advance, file.size)
                 return
             content: io.RawIOBase = raw
@@ -488,11 +474,9 @@ class _Guarded(io.RawIOBase):
     def read(self, size: int = -1) -> bytes:
         """Read bytes; none at the end."""
         try:
-            # A failed read drops the bytes it has read already, so a decompressor is read in small pieces.
-            if self._error is CorruptError and size > 0:
-                found = self._file.read1(min(size, CODEC_BYTES))
-            else:
-                found = self._file.read(size)
+            # A decompressor would wait for all bytes, while a pipe has only a few.
+            decompressed = self._error is CorruptError and size > 0
+            found = self._file.read1(size) if decompressed else self._file.read(size)
         except InputError:
             raise
         except Exception as error:

@@ -63,9 +63,6 @@ MOST_ROWS = 1024
 
 TICK_S = 0.5
 
-UNREADABLE = {"invalid_row", "unreadable_rows"}
-"""Errors of rows that say nothing about their columns."""
-
 Record = Callable[[Sequence[Result]], None]
 Done = Callable[[int, int], set[int]]
 """Takes the numbers of a first and a last row, and returns which rows in this range are done."""
@@ -88,8 +85,6 @@ class Item:
     @classmethod
     def of(cls, row: InputRow, prompter: Prompter, id_column: str) -> "Item":
         """Return a row of the input in the form in which it is sent."""
-        if isinstance(row.values, RowError):
-            return cls(row.number, row.number, row.values)
         id = plain(row.values.get(id_column, row.number))
         if id is None or (isinstance(id, float) and not isfinite(id)):
             # NaN stands for a missing value in many tools, and is no JSON.
@@ -103,12 +98,12 @@ class Item:
 
 
 def check_columns(items: Iterable[Item]) -> None:
-    """Raise a CommandError if all readable rows lack a column: then its name is wrong, not the rows."""
+    """Raise a CommandError if all rows lack a column: then its name is wrong, not the rows."""
     missing = None
     for item in items:
         if isinstance(item.prompt, MissingColumnError):
             missing = missing or item.prompt
-        elif not (isinstance(item.prompt, RowError) and item.prompt.type in UNREADABLE):
+        elif not (isinstance(item.prompt, RowError) and item.prompt.type == "invalid_row"):
             return
     if missing:
         raise CommandError(f"the first rows fail: {missing.message}. {missing.fix}")
@@ -165,18 +160,21 @@ class ReadAhead:
         """Return the number of rows that can be taken."""
         return len(self._items)
 
-    def take(self) -> list[Item]:
+    def take(self, first: bool = False) -> list[Item]:
         """Return the rows that were read, and make room for others.
 
+        Args:
+            first: Whether no row was sent: then none is, if the input can't be read.
+
         Raises:
-            RunError: The input can't be read further; all earlier rows were taken.
+            RunError: The input can't be read further; all earlier rows were taken, unless `first`.
         """
         with self._room:
             items = [item for item, _ in self._items]
             self._items.clear()
             self._bytes = 0
             self._room.notify()
-            if not items and self._error is not None:
+            if (first or not items) and self._error is not None:
                 raise self._error
         return items
 
@@ -396,7 +394,7 @@ class Drive:
     @property
     def read(self) -> int:
         """Rows of the input that were read."""
-        return self._reading.read if self._reading else 0
+        return 0 if self._reading is None else self._reading.read
 
     @property
     def asleep(self) -> bool:
@@ -482,7 +480,7 @@ class Drive:
         if not self._turns:
             if self._check and len(reading):
                 await self._fill(reading)
-            if not (window := reading.take()):
+            if not (window := reading.take(first=self._turns is None)):
                 return not reading.ended
             if self._check:
                 check_columns(window[:CHECKED_ROWS])

@@ -1,13 +1,11 @@
 """The command `saturate batch`: its output, messages and exit codes, and how it resumes."""
 
-import gzip
 import json
 import os
 import pty
 import signal
 import subprocess
 import sys
-import zlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -609,63 +607,15 @@ def test_a_real_disk_that_is_full(
 # A broken file among good ones
 
 
-@pytest.mark.parametrize("name", ["b.jsonl.gz", "b.parquet"])
-def test_a_broken_file_among_good_ones(tmp_path: Path, url: str, service: FakeService, name: str) -> None:
-    (tmp_path / "in").mkdir()
-    for good in ("a", "c"):
-        lines = write(tmp_path / "in" / f"{good}.jsonl", 30).read_bytes()
-    if name == "b.parquet":
-        (tmp_path / "in" / name).write_bytes(b"PAR1 and no footer")
-        readable = 0
-    else:
-        cut = gzip.compress(lines)[:150]
-        (tmp_path / "in" / name).write_bytes(cut)
-        readable = zlib.decompressobj(zlib.MAX_WBITS | 16).decompress(cut).count(b"\n")
-        assert 5 < readable < 30
-    out = tmp_path / "out.jsonl"
-    arguments = [tmp_path / "in", out, "--url", url]
-    service.trouble = lambda body: failure(400) if len(service.calls) > 35 else None
-    assert batch(*arguments, "--max-concurrency", 7) == 1
-    assert len(rows(out)) == 36, "the run ends in the middle of the broken file, and is resumed"
-    service.trouble = lambda body: None
-    assert batch(*arguments) == 3
-    done = rows(out)
-    assert [row["row"] for row in done] == list(range(len(done)))
-    (failed,) = [row for row in done if row["error"]]
-    assert failed["row"] == 30 + readable
-    assert failed["error"]["type"] == "unreadable_rows"
-    assert f"The rows after row {readable} of this file" in failed["error"]["message"]
-    assert name in failed["error"]["message"]
-    assert len(done) == 30 + readable + 1 + 30
-    assert service.served == {f"p{n}": 3 if n < readable else 2 for n in range(30)}
-    calls = len(service.calls)
-    assert batch(*arguments) == 3
-    assert len(service.calls) == calls
-
-
-def test_a_broken_file_that_was_mended_is_not_resumed(
+def test_a_broken_file_stops_before_a_row_is_sent(
     tmp_path: Path, url: str, service: FakeService, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Rows would be lost and sent twice: the rows behind the repair have other numbers."""
-    folder, out = tmp_path / "in", tmp_path / "out.jsonl"
-    folder.mkdir()
-    whole = write(folder / "a.jsonl", 4).read_bytes()
-    for broken in ("a", "b"):
-        for name in ("a", "b"):
-            text = gzip.compress(whole)
-            (folder / f"{name}.jsonl").unlink(missing_ok=True)
-            (folder / f"{name}.jsonl.gz").write_bytes(text[:-20] if name == broken else text)
-        assert batch(folder, out, "--url", url, "--overwrite") == 3
-        calls = len(service.calls)
-        (folder / f"{broken}.jsonl.gz").write_bytes(text)
-        assert batch(folder, out, "--url", url, "--resume") == 2
-        assert f"rows of {out} have other numbers now" in capsys.readouterr().err
-        assert len(service.calls) == calls
-    # Files that come behind all others are added.
-    assert batch(folder, out, "--url", url, "--overwrite") == 0
-    (folder / "c.jsonl.gz").write_bytes(text)
-    assert batch(folder, out, "--url", url, "--resume") == 0
-    assert [row["row"] for row in rows(out)] == list(range(12))
+    (tmp_path / "in").mkdir()
+    write(tmp_path / "in" / "a.jsonl", 30)
+    (tmp_path / "in" / "b.csv").write_text('prompt\na\n"b\n')
+    assert batch(tmp_path / "in", tmp_path / "out.jsonl", "--url", url) == 2
+    assert capsys.readouterr().err == "error: b.csv, line 3: unexpected end of data\n"
+    assert service.calls == []
 
 
 # Forms of the input

@@ -1,7 +1,9 @@
 """Runs against a service that fails in every way, in one process."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import httpx
@@ -14,7 +16,9 @@ from starlette.responses import PlainTextResponse, Response
 from serve_app.api.protocol import JSON
 from serve_app.client import Backoff
 from serve_app.dataset import HTTPClient, Prompter, run
-from serve_app.dataset.formats import numbered
+from serve_app.dataset.formats import CorruptError, numbered
+from serve_app.dataset.output import Existing, Output
+from serve_app.dataset.readers import open_source
 from serve_app.dataset.run import Drive
 from serve_app.jobs.errors import RunError
 from serve_app.jobs.pacing import Auto
@@ -291,6 +295,54 @@ async def test_run_takes_mappings_prompts_and_files(tmp_path: Any) -> None:
     assert await results(run(dataset, client(service), concurrency="auto")) == expected
     assert await results(run(["a", "b"], client(service), sampling={"max_tokens": 3})) == [(0, "A"), (1, "B")]
     assert service.calls[-1]["max_tokens"] == 3
+
+
+@pytest.mark.parametrize("broken", ["a", "b", "c"])
+async def test_a_run_over_a_mended_file_loses_and_doubles_nothing(tmp_path: Path, broken: str) -> None:
+    """Three rows are read ahead: rows before the break are sent."""
+    service = FakeService()
+    folder = tmp_path / "in"
+    folder.mkdir()
+    files = {name: [f"{name}{number}" for number in range(4)] for name in ("a", "b", "c")}
+
+    def write() -> None:
+        for name, prompts in files.items():
+            lines = [json.dumps({"prompt": prompt}) if prompt else "{" for prompt in prompts]
+            (folder / f"{name}.jsonl").write_text("\n".join(lines))
+
+    async def once(existing: Existing) -> None:
+        source = open_source(str(folder))
+        output = Output(tmp_path / "out.jsonl", {}, source.fingerprint(), existing)
+        drive = Drive(
+            numbered(source.values()),
+            Prompter(),
+            client(service),
+            {},
+            output.record,
+            done=output.done,
+            before=output.before,
+            window=(3, 1 << 20),
+        )
+        try:
+            await drive.run()
+            output.complete()
+        except CorruptError as error:
+            output.note_broken(error.files, drive.read)
+            raise
+        finally:
+            output.close()
+
+    files[broken][2] = ""
+    write()
+    with pytest.raises(CorruptError, match=f"{broken}.jsonl, line 3: not valid JSON"):
+        await once("same")
+    files[broken][2:3] = ["mended", "more"]
+    write()
+    await once("resume")
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    prompts = [prompt for one in files.values() for prompt in one]
+    assert [(row["row"], row["result"]) for row in rows] == list(enumerate(map(str.upper, prompts)))
+    assert set(service.served.values()) == {1}
 
 
 async def test_closing_a_run_ends_its_calls() -> None:
