@@ -108,7 +108,9 @@ def test_rows_that_fail_are_data(service: Service, tmp_path: Path) -> None:
     questions = tmp_path / "in.jsonl"
     prompts = ["What is 1+1?", "1" * 5000, "", "What is 2+2?"]
     lines = [json.dumps({"prompt": prompt}) for prompt in prompts]
-    questions.write_text("\n".join([*lines, "{", json.dumps({"question": "What is 3+3?"})]))
+    questions.write_text(
+        "\n".join([*lines, json.dumps({"prompt": 7}), json.dumps({"question": "What is 3+3?"})])
+    )
     done = progress.run(
         [
             sys.executable,
