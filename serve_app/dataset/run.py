@@ -431,6 +431,7 @@ class Drive:
         try:
             async with Runner(
                 self._measured,
+                lambda results: run.record(results[run]),
                 concurrency=lambda: self.concurrency,
                 backoff=self._backoff,
                 retries=self._retries,

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from serve_app.api.errors import RequestError
@@ -20,14 +20,12 @@ from serve_app.jobs.plan import TOGETHER, Unsent, plan_id, unsent
 from serve_app.jobs.rows import BatchClient, Result, Row, RowAnswer, answered
 from serve_app.jobs.runner import Runner, finished
 from serve_app.jobs.scheduler import BatchRun
-from serve_app.jobs.storage import close, give_up, record, remove_expired
+from serve_app.jobs.storage import close, give_up, remove_expired
 from serve_app.jobs.store import Store
 from serve_app.system.database import DatabaseError
 from serve_app.system.waiting import wait_for_event
 
 logger = logging.getLogger("ray.serve")
-
-Write = Callable[[str, Sequence[Result]], None]
 
 KEY_ENDED = {"removed": "was removed", "disabled": "is disabled", "expired": "has expired"}
 """Ends of an API key, in words."""
@@ -79,7 +77,6 @@ class OpenBatch(BatchRun):
 
     Args:
         batch: Its stored state.
-        write: Commits results of the batch with an id; see `storage.record`.
 
     Attributes:
         unsent: The rows that aren't read; None: not determined yet.
@@ -91,10 +88,9 @@ class OpenBatch(BatchRun):
         rate: Counts the rows of its tenant for its model.
     """
 
-    def __init__(self, batch: Batch, write: Write = lambda id, results: None) -> None:
+    def __init__(self, batch: Batch) -> None:
         super().__init__(batch.endpoint, _scheduling(batch), batch.rights.get("models"))
         self._batch = batch
-        self._write = write
         self.unsent: Unsent | None = None
         self.read = False
         self.busy = False
@@ -125,7 +121,7 @@ class OpenBatch(BatchRun):
     @property
     def takes_rows(self) -> bool:
         """True while rows may be sent, and their results recorded."""
-        return self.batch.state == "in_progress" and not self.stopping.is_set() and not self.unwritten
+        return self.batch.state == "in_progress" and not self.stopping.is_set()
 
     def body(self, row: Row) -> JSON:
         """Return the body to send, in the tier of batches."""
@@ -134,10 +130,6 @@ class OpenBatch(BatchRun):
     def result(self, row: Row, answer: RowAnswer, tries: int) -> Result:
         """Return the line of the output or the error file."""
         return answered(self.batch.id, row, answer.status, answer.body)
-
-    def record(self, results: Sequence[Result]) -> None:
-        """Commit results."""
-        self._write(self.batch.id, results)
 
     def recorded(self, results: Sequence[Result]) -> None:
         """Count rows that have their results."""
@@ -188,7 +180,7 @@ class BatchRunner:
         **options: Any,
     ) -> None:
         self._changed = asyncio.Event()
-        self.rows = Runner(client, changed=self._changed.set, again_s=tick_s, **options)
+        self.rows = Runner(client, self._record, changed=self._changed.set, again_s=tick_s, **options)
         self.warnings: dict[str, str] = {}
         self._store = store
         self._content = content
@@ -251,7 +243,7 @@ class BatchRunner:
             return
         found = {}
         for batch in sorted(batches, key=lambda batch: batch.expires_at):
-            one = found[batch.id] = self._open.get(batch.id) or OpenBatch(batch, self._write)
+            one = found[batch.id] = self._open.get(batch.id) or OpenBatch(batch)
             if batch.id not in busy:
                 one.batch = batch
         self._open = found
@@ -434,14 +426,15 @@ class BatchRunner:
         batch = await asyncio.to_thread(self._store.batch, batch.id)
         await finished(close, self._store, self._content, batch, self._now())
 
-    def _write(self, id: str, results: Sequence[Result]) -> None:
-        record(self._store, self._content, id, results)
+    def _record(self, results: Mapping[BatchRun, Sequence[Result]]) -> None:
+        self._store.record({str(run): group for run, group in results.items()})
 
     async def _tidy(self) -> None:
         while True:
             try:
                 limits = self._rules.common
                 await asyncio.to_thread(remove_expired, self._store, self._content, self._now(), limits)
+                await asyncio.to_thread(self._store.shrink)
             except (OSError, DatabaseError) as error:
                 logger.error("expired files and batches can't be deleted: %s", error)
             await asyncio.sleep(TIDY_S)

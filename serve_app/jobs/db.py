@@ -11,6 +11,7 @@ from pydantic_core import from_json, to_json
 
 from serve_app.api.protocol import JSON
 from serve_app.jobs.models import Batch, File, State
+from serve_app.jobs.results import Results
 
 
 class StoredText(sa.types.TypeDecorator[str]):
@@ -90,14 +91,8 @@ BATCHES = _table(
     sa.Index("batches_by_expiry", "expires_at"),
 )
 
-FINISHED = sa.Table(
-    "finished",
-    METADATA,
-    sa.Column("batch", sa.Text(), primary_key=True),
-    sa.Column("line", INTEGER, primary_key=True, autoincrement=False),
-    sqlite_with_rowid=False,
-)
-"""Input lines of open batches whose results are in the output or the error file."""
+RESULTS = Results(METADATA)
+"""Results of open batches."""
 
 WITHOUT_FILE = sa.Table("contents_without_file", METADATA, sa.Column("id", sa.Text(), primary_key=True))
 """Contents that may exist without a file: of uploads that are being added, and of files that were deleted."""

@@ -74,9 +74,8 @@ class Batch:
         failed: Rows in the error file.
         unrun: Failed rows that were not run, since the batch expired or was cancelled.
         input_tokens: Tokens that the answers report, as the three fields below; see `RowTokens`.
-        output_bytes: Valid length of the output; bytes beyond it were written by a process that ended before
-            its commit.
-        error_bytes: Valid length of the error file.
+        output_bytes: Length of the output, which is written at the end of the batch.
+        error_bytes: Length of the error file.
         created_at: Time in seconds since the epoch, like all `_at` fields.
         expires_at: The deadline: no row is started after it.
         api_key: Name of the API key that created it; empty: no key.
@@ -190,14 +189,13 @@ def file_object(file: File) -> JSON:
 
 
 def batch_object(batch: Batch, warning: str | None = None) -> JSON:
-    """Return a batch as JSON. The ids of its result files are set once the files get no more rows.
+    """Return a batch as JSON. The ids of its result files are set once it has ended.
 
     Args:
         batch: The batch.
         warning: A message for `warnings`, a field that OpenAI's API doesn't have.
     """
     ended = batch.state in ENDED
-    finalizing = batch.state == "finalizing"
     errors = {"object": "list", "data": list(batch.errors)} if batch.errors else None
     return {
         "id": batch.id,
@@ -208,7 +206,7 @@ def batch_object(batch: Batch, warning: str | None = None) -> JSON:
         "input_file_id": batch.input_file,
         "completion_window": batch.completion_window,
         "status": batch.state,
-        "output_file_id": batch.output_file if (ended or finalizing) and batch.output_bytes else None,
+        "output_file_id": batch.output_file if ended and batch.output_bytes else None,
         "error_file_id": batch.error_file if ended and batch.error_bytes else None,
         **{name: getattr(batch, name) for name in TIMES},
         "request_counts": {"total": batch.total, "completed": batch.completed, "failed": batch.failed},

@@ -71,15 +71,6 @@ class Objects:
             except FileNotFoundError:
                 return None
 
-    def list(self, folder: str) -> dict[str, int]:
-        """Return the names in a folder with their lengths."""
-        with _translated():
-            try:
-                found = self._fs.ls(self._path(folder), detail=True, refresh=True)
-            except FileNotFoundError:
-                return {}
-        return {one["name"].rpartition("/")[2]: one["size"] for one in found if one["type"] == "file"}
-
     def put(self, draft: Draft, name: str) -> None:
         """Make a draft an object; the draft is deleted."""
         draft.close()
@@ -102,11 +93,6 @@ class Objects:
                 for path in paths:
                     with suppress(FileNotFoundError):
                         self._fs.rm_file(path)
-
-    def remove_folder(self, folder: str) -> None:
-        """Delete all objects of a folder."""
-        if names := self.list(folder):
-            self.remove([f"{folder}/{name}" for name in names])
 
     def window(self, name: str) -> "_Window":
         """Return the window of an object; raise a FileNotFoundError if the object is missing."""

@@ -239,7 +239,7 @@ class BatchAPI:
             return _StoredFile(path, media_type=kind)
         pieces = self._content.pieces(file.id, file.bytes)
         try:
-            # Results may still be in parts. Lost content is reported before the answer begins.
+            # Lost content is reported before the answer begins.
             first = await self._run(next, pieces, b"") if size in (None, file.bytes) else b""
         except (ContentLostError, FileNotFoundError):
             first = b""

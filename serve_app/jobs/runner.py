@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -23,6 +23,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Done = tuple[BatchRun, Row, Result]
 """A row that has its result."""
+
+Record = Callable[[Mapping[BatchRun, Sequence[Result]]], None]
+"""Records results of runs durably, all of them or none. Runs in a thread."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +56,8 @@ class Runner:
 
     Args:
         client: The engines.
+        record: Records results. It raises a RunError if a run can't continue, an OSError or a DatabaseError
+            if the same results are to be recorded again later.
         concurrency: Returns the limit on rows of a model that have a place, and on each tenant's rows in
             flight.
         backoff: Waits between the tries of a row.
@@ -71,6 +76,7 @@ class Runner:
     def __init__(
         self,
         client: RowClient,
+        record: Record,
         *,
         concurrency: Callable[[], Concurrency] = Auto,
         backoff: Backoff | None = None,
@@ -84,6 +90,7 @@ class Runner:
         self.rate = Rate()
         self.failed = 0
         self._client = client
+        self._record = record
         self._concurrency = concurrency
         self._backoff = backoff or Backoff()
         self._retries = retries
@@ -94,7 +101,7 @@ class Runner:
         self._changed = changed
         self._models: dict[str | None, ModelRows] = {}
         self._results: list[Done] = []
-        self._unwritten: dict[BatchRun, list[Done]] = {}
+        self._unwritten = False
         self._to_write = asyncio.Event()
         self._group = asyncio.TaskGroup()
         self._writing: asyncio.Task[None] | None = None
@@ -148,6 +155,9 @@ class Runner:
             base: The model; None: the rows have several.
             runs: The next run of each tenant; each has rows, or rows whose next try is due.
         """
+        if self._unwritten:
+            # Rows in flight keep their places until their results can be recorded.
+            return
         model = self._model(base)
         for run, row in model.places.fill(runs):
             self._group.create_task(self._run_row(model, run, row))
@@ -188,59 +198,36 @@ class Runner:
             self._to_write.set()
 
     async def _write(self) -> None:
-        """Record results in groups: each group has all results that have come meanwhile."""
+        """Record results in groups: each group has all results that have come meanwhile, of all runs."""
         while True:
             await self._to_write.wait()
             await asyncio.sleep(self._gather_s)
             self._to_write.clear()
             taken, self._results = self._results, []
-            groups: dict[BatchRun, list[Done]] = {}
-            for done in taken:
-                groups.setdefault(done[0], []).append(done)
-            for run, group in groups.items():
-                if run in self._unwritten:
-                    self._set_aside(run, group)
-                else:
-                    await self._record(run, group)
+            groups: dict[BatchRun, list[Result]] = {}
+            for run, _, result in taken:
+                groups.setdefault(run, []).append(result)
+            try:
+                await finished(self._record, groups)
+            except RunError as error:
+                for run in groups:
+                    run.fail(error)
+            except (OSError, DatabaseError) as error:
+                logger.error("results can't be written, next try in %g s: %s", self._again_s, error)
+                self._unwritten = True
+                self._results[:0] = taken
+                self._to_write.set()
+                await asyncio.sleep(self._again_s)
+                continue
+            else:
+                for run, results in groups.items():
+                    run.recorded(results)
+            self._unwritten = False
+            for run, row, result in taken:
+                self.failed += result.is_error
+                self._model(run.base).places.leave(run, row)
+            self.rate.add(len(taken))
             self._changed()
-
-    def _set_aside(self, run: BatchRun, group: list[Done]) -> None:
-        """Keep results that can't be recorded now. Their rows stay in flight, and have no places."""
-        if run not in self._unwritten:
-            run.unwritten = True
-            self._unwritten[run] = []
-            asyncio.get_running_loop().call_later(self._again_s, self._take_back, run)
-        self._unwritten[run] += group
-        for _ in group:
-            self._model(run.base).places.vacate(run)
-
-    def _take_back(self, run: BatchRun) -> None:
-        """Have the results that were set aside recorded again."""
-        group = self._unwritten.pop(run)
-        for _ in group:
-            self._model(run.base).places.occupy(run)
-        self._results += group
-        self._to_write.set()
-
-    async def _record(self, run: BatchRun, group: list[Done]) -> None:
-        """Try once to record results of a run: a file that can't be written holds up no other run."""
-        results = [result for _, _, result in group]
-        try:
-            await finished(run.record, results)
-        except RunError as error:
-            run.fail(error)
-        except (OSError, DatabaseError) as error:
-            logger.error("%s: results can't be written, next try in %g s: %s", run, self._again_s, error)
-            self._set_aside(run, group)
-            return
-        else:
-            run.unwritten = False
-            run.recorded(results)
-        model = self._model(run.base)
-        for _, row, result in group:
-            self.failed += result.is_error
-            model.places.leave(run, row)
-        self.rate.add(len(group))
 
     async def _pace(self, base: str | None, model: ModelRows) -> None:
         """Adapt the number of rows at the engines of a model to their load, while rows are in flight."""
@@ -254,7 +241,8 @@ class Runner:
                 logger.debug("the load of the engines is not known: %r", error, exc_info=True)
                 load = None
             # Rows count until their results are recorded: a slow disk records more of them at once.
-            model.concurrency.observe(load, model.places.used)
+            if not self._unwritten:
+                model.concurrency.observe(load, model.places.used)
             self._changed()
 
 

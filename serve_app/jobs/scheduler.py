@@ -27,7 +27,6 @@ class BatchRun:
         in_flight: Rows that were taken and have no recorded result.
         due: Events of rows in flight whose next try is due; each is set once the row has a place.
         stopping: Set when no row may be sent any more.
-        unwritten: Whether its results can't be recorded now; meanwhile none of its rows is taken.
         tries: The tries of its rows that are in progress.
     """
 
@@ -40,7 +39,6 @@ class BatchRun:
         self.in_flight = 0
         self.due: deque[asyncio.Event] = deque()
         self.stopping = asyncio.Event()
-        self.unwritten = False
         self.tries: set[asyncio.Future[RowAnswer]] = set()
 
     @property
@@ -67,16 +65,6 @@ class BatchRun:
 
         Raises:
             RunError: The run can't continue.
-        """
-        raise NotImplementedError
-
-    def record(self, results: Sequence[Result]) -> None:
-        """Record results durably. Runs in a thread, one at a time for each run.
-
-        Raises:
-            RunError: The run can't continue.
-            OSError: The disk is full, or fails. The same results are recorded again later.
-            DatabaseError: The database fails.
         """
         raise NotImplementedError
 
@@ -222,7 +210,7 @@ class Places:
     @asynccontextmanager
     async def away(self, one: BatchRun) -> AsyncGenerator[None, None]:
         """Return the context in which a row waits for its next try; after it, the row has a place."""
-        self.vacate(one)
+        self._shares.end(one.tenant)
         self._changed()
         yield
         placed = asyncio.Event()
@@ -237,14 +225,6 @@ class Places:
         one.stopping.set()
         while one.due:
             self._give_place(one)
-
-    def vacate(self, one: BatchRun) -> None:
-        """Free the place of a row that stays in flight."""
-        self._shares.end(one.tenant)
-
-    def occupy(self, one: BatchRun) -> None:
-        """Count a place for a row that is in flight, whether one is free or not."""
-        self._shares.start(one.tenant, one.weight)
 
     def leave(self, one: BatchRun, row: Row) -> None:
         """Count a row that is no longer in flight."""
@@ -270,5 +250,5 @@ class Places:
         self._bytes += len(row.text)
 
     def _give_place(self, one: BatchRun) -> None:
-        self.occupy(one)
+        self._shares.start(one.tenant, one.weight)
         one.due.popleft().set()

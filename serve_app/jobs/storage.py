@@ -11,9 +11,9 @@ from contextlib import suppress
 from serve_app.jobs.content import Contents, Draft
 from serve_app.jobs.errors import ContentLostError, NotFoundError, TooManyError
 from serve_app.jobs.intake import batch_error
-from serve_app.jobs.models import Batch, Counts, File, State
+from serve_app.jobs.models import Batch, File, State
 from serve_app.jobs.plan import plan_id, unsent
-from serve_app.jobs.rows import CANCELLED, EXPIRED, Result, together, unrun
+from serve_app.jobs.rows import CANCELLED, EXPIRED, unrun
 from serve_app.jobs.store import Store
 from serve_app.settings.batches import BatchesSettings
 from serve_app.system.database import DatabaseError, FencedError
@@ -110,53 +110,6 @@ CLOSING_LINES = 2000
 """Most unsent rows that get their results in one commit when a batch ends."""
 
 
-def record(store: Store, content: Contents, id: str, results: Sequence[Result]) -> None:
-    """Append results to the files of a batch, then commit their rows. May be called again after an error.
-
-    The files are synced before the commit, which holds their new lengths. If the process ends between the
-    two, the next append begins at the lengths of the previous commit.
-
-    Args:
-        store: The state.
-        content: The contents.
-        id: The batch.
-        results: Results of different rows; committed results are skipped.
-
-    Raises:
-        ContentLostError: A file of the batch is gone.
-        OSError: The disk is full, or fails.
-        DatabaseError: The database fails.
-        FencedError: Another process has taken over the batches; nothing is committed.
-    """
-    batch = store.batch_to_write(id)
-    # An earlier commit that raised an error may still have taken place.
-    finished = store.finished_of(id, [result.line for result in results])
-    new = [result for result in results if result.line not in finished]
-    if not new:
-        return
-    output = b"".join(result.text for result in new if not result.is_error)
-    errors = b"".join(result.text for result in new if result.is_error)
-    failed = sum(result.is_error for result in new)
-    never_run = sum(result.is_unrun for result in new)
-    tokens = together(result.tokens for result in new)
-    counts = Counts(len(new) - failed, failed, never_run, len(output), len(errors), *tokens)
-    files = ((batch.output_file, batch.output_bytes, output), (batch.error_file, batch.error_bytes, errors))
-    appends = [append for append in files if append[2]]
-    try:
-        for append in appends:
-            content.append(*append)
-    except ContentLostError:
-        # The content isn't lost if another process has completed it meanwhile.
-        store.batch_to_write(id)
-        raise
-    try:
-        store.finish(batch, [result.line for result in new], counts)
-    except FencedError:
-        for id, offset, _ in appends:
-            content.take_back(id, offset)
-        raise
-
-
 def close(store: Store, content: Contents, batch: Batch, now: int) -> None:
     """End a batch with nothing in flight; rows without a result get an error that says why.
 
@@ -167,7 +120,7 @@ def close(store: Store, content: Contents, batch: Batch, now: int) -> None:
         now: Time of the end, in seconds since the epoch.
 
     Raises:
-        ContentLostError: A file of the batch is gone, or the rows of its input have changed.
+        ContentLostError: The rows of its input have changed.
         OSError: The disk is full, or fails.
         DatabaseError: The database fails.
     """
@@ -176,12 +129,11 @@ def close(store: Store, content: Contents, batch: Batch, now: int) -> None:
         left = unsent(store, content, batch, by_line=True)
         while left:
             if rows := left.take(content, most=CLOSING_LINES):
-                record(store, content, batch.id, [unrun(batch.id, row, reason) for row in rows])
+                store.record({batch.id: [unrun(batch.id, row, reason) for row in rows]})
     batch = store.batch(batch.id)
     if batch.completed + batch.failed != batch.total:
         raise ContentLostError(f"the content of {batch.input_file} has changed")
-    content.seal(batch.output_file, batch.output_bytes)
-    content.seal(batch.error_file, batch.error_bytes)
+    _export(store, content, batch)
     to: State = "completed"
     if batch.state == "cancelling":
         to = "cancelled"
@@ -206,12 +158,27 @@ def give_up(store: Store, content: Contents, id: str, reason: str, now: int) -> 
         OSError: The disk is full, or fails.
         DatabaseError: The database fails.
     """
-    errors = [batch_error("content_lost", f"{reason}; the results until then are kept")]
-    # `end` comes first: before it, another process may commit more results than are sealed.
-    store.end(id, "failed", now, errors)
-    batch = store.batch(id)
-    for file, size in ((batch.output_file, batch.output_bytes), (batch.error_file, batch.error_bytes)):
-        # The lost content may be one of these files.
-        with suppress(ContentLostError):
-            content.seal(file, size)
+    _export(store, content, store.batch(id))
     content.remove(plan_id(id))
+    store.end(id, "failed", now, [batch_error("content_lost", f"{reason}; the results until then are kept")])
+
+
+def _export(store: Store, content: Contents, batch: Batch) -> None:
+    """Write the output and the error file of a batch, in the order of its input."""
+    for id, size, is_error in (
+        (batch.output_file, batch.output_bytes, False),
+        (batch.error_file, batch.error_bytes, True),
+    ):
+        if not size:
+            continue
+        draft = content.draft()
+        try:
+            for text in store.results(batch.id, is_error):
+                draft.write(text)
+            if draft.size != size:
+                # A process that has taken over may have ended the batch, and removed its results.
+                store.check_owner()
+                raise DatabaseError(f"{batch.id}: its results have {draft.size} bytes, and had {size}")
+            content.keep(draft, id)
+        finally:
+            draft.discard()

@@ -1,7 +1,7 @@
 """Durable state of files and batches. All queries are here."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from pathlib import Path
@@ -13,41 +13,32 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from serve_app.api.protocol import JSON
 from serve_app.jobs.content import FOLDER
-from serve_app.jobs.db import BATCHES, FILES, FINISHED, METADATA, VERSION, WITHOUT_FILE
+from serve_app.jobs.db import BATCHES, FILES, METADATA, RESULTS, VERSION, WITHOUT_FILE
 from serve_app.jobs.errors import InUseError, NotFoundError, StateError, StoreError, TooManyError
 from serve_app.jobs.failpoints import reach
 from serve_app.jobs.models import ENDED, OPEN, TRANSITIONS, Batch, Counts, File, Page, State, Summary
+from serve_app.jobs.results import slices
+from serve_app.jobs.rows import Result, together
 from serve_app.system.database import open_database
 
 T = TypeVar("T")
 
-ASKED = 500
-"""Most values in a list of a query: databases limit the parameters of a query."""
 
 IS_OPEN = BATCHES.c.state.in_(OPEN)
 
-NOT_IN_USE = sa.and_(
-    *(FILES.c.id.not_in(sa.select(BATCHES.c[name]).where(IS_OPEN)) for name in ("input_file", "output_file"))
-)
-"""Files that no open batch uses."""
+NOT_IN_USE = FILES.c.id.not_in(sa.select(BATCHES.c.input_file).where(IS_OPEN))
+"""Files that no open batch reads."""
 
 BATCH = sa.select(BATCHES).where(BATCHES.c.id == sa.bindparam("b_id"))
 OPEN_BATCHES = sa.select(BATCHES).where(IS_OPEN).order_by(BATCHES.c.number)
-FINISH = (
+COUNT = (
     sa.update(BATCHES)
-    .where(
-        BATCHES.c.id == sa.bindparam("b_id"),
-        BATCHES.c.output_bytes == sa.bindparam("b_output_bytes"),
-        BATCHES.c.error_bytes == sa.bindparam("b_error_bytes"),
-    )
+    # Many rows of values allow no list.
+    .where(BATCHES.c.id == sa.bindparam("b_id"), sa.or_(*(BATCHES.c.state == state for state in OPEN)))
     .values({name: BATCHES.c[name] + sa.bindparam(f"add_{name}") for name in Counts._fields})
 )
-FINISHED_BETWEEN = sa.select(FINISHED.c.line).where(
-    FINISHED.c.batch == sa.bindparam("b_id"),
-    FINISHED.c.line.between(sa.bindparam("first"), sa.bindparam("last")),
-)
 
-RESULTS = (
+RESULT_FILES = (
     sa.select(
         FILES.c.id,
         sa.func.sum(FILES.c.bytes)
@@ -134,7 +125,7 @@ class Store:
     def forget_contents(self, ids: Sequence[str]) -> None:
         """Forget noted contents that are deleted."""
         with self._transaction() as db:
-            for some in _slices(ids):
+            for some in slices(ids):
                 db.execute(sa.delete(WITHOUT_FILE).where(WITHOUT_FILE.c.id.in_(some)))
 
     def contents(self) -> set[str]:
@@ -178,10 +169,9 @@ class Store:
 
         Raises:
             NotFoundError: The tenant has no such file.
-            InUseError: It is the input or the output of an open batch.
+            InUseError: It is the input of an open batch.
         """
-        own = sa.or_(BATCHES.c.input_file == id, BATCHES.c.output_file == id)
-        reading = sa.select(sa.literal(1)).where(own, IS_OPEN)
+        reading = sa.select(sa.literal(1)).where(BATCHES.c.input_file == id, IS_OPEN)
         with self._transaction() as db:
             if not db.execute(sa.delete(FILES).where(FILES.c.id == id, FILES.c.tenant == tenant)).rowcount:
                 raise NotFoundError(id)
@@ -205,7 +195,7 @@ class Store:
         Returns:
             The ids of the files.
         """
-        over = sa.select(RESULTS.c.id).where(RESULTS.c.together > most_bytes)
+        over = sa.select(RESULT_FILES.c.id).where(RESULT_FILES.c.together > most_bytes)
         remove = sa.delete(FILES).where(FILES.c.id.in_(over), NOT_IN_USE).returning(FILES.c.id)
         with self._transaction() as db:
             return _note(db, db.execute(remove).scalars().all())
@@ -319,8 +309,6 @@ class Store:
     ) -> Batch:
         """Move a batch to another state that isn't final; return the batch.
 
-        The output of a batch that is finalizing gets no more rows: it becomes a file of the tenant.
-
         Args:
             id: The batch.
             to: The state.
@@ -338,13 +326,13 @@ class Store:
         if errors:
             changes["errors"] = list(errors)
         with self._transaction() as db:
-            batch = _change_state(db, id, to, now, changes)
-            if to == "finalizing":
-                _add_results(db, batch, now, ("output",))
+            _change_state(db, id, to, now, changes)
         return self.batch(id)
 
     def end(self, id: str, to: State, now: int, errors: Sequence[JSON] = ()) -> None:
         """Move a batch to a final state. Its output and error file become files of the tenant.
+
+        Its results leave the table: both files must have them.
 
         Args:
             id: The batch.
@@ -357,55 +345,34 @@ class Store:
         """
         with self._transaction() as db:
             batch = _change_state(db, id, to, now, {"errors": list(errors)})
-            _add_results(db, batch, now, ("output", "error"))
-            db.execute(sa.delete(FINISHED).where(FINISHED.c.batch == id))
+            _add_results(db, batch, now)
+            RESULTS.remove(db, id)
 
-    def batch_to_write(self, id: str) -> Batch:
-        """Return a batch whose results are about to be appended.
-
-        It is read in a transaction, so that an earlier commit with an unknown outcome has ended by now.
-
-        Raises:
-            NotFoundError: There is no batch of this id.
-        """
-        with self._transaction() as db:
-            return _batch(db, id)
-
-    def finish(self, batch: Batch, lines: Sequence[int], counts: Counts) -> None:
-        """Commit rows whose results are in the output or error file.
+    def record(self, results: Mapping[str, Sequence[Result]]) -> None:
+        """Commit results of batches, all of them or none; results that are committed already are skipped.
 
         Args:
-            batch: The batch as it was when these results were appended.
-            lines: Input lines of the rows.
-            counts: What the rows add to the batch.
-
-        Raises:
-            AssertionError: The batch has changed since; nothing is committed.
+            results: Results of different rows, by the id of their open batch.
         """
-        values = {
-            "b_id": batch.id,
-            "b_output_bytes": batch.output_bytes,
-            "b_error_bytes": batch.error_bytes,
-            **{f"add_{name}": value for name, value in counts._asdict().items()},
-        }
         with self._transaction() as db:
-            if lines:
-                db.execute(sa.insert(FINISHED), [{"batch": batch.id, "line": line} for line in lines])
-            if db.execute(FINISH, values).rowcount != 1:
-                raise AssertionError(f"{batch.id}: two writers")
+            counts = [
+                {"b_id": id} | {f"add_{name}": count for name, count in _counts(new)._asdict().items()}
+                for id, new in RESULTS.add(db, results).items()
+            ]
+            if counts and db.execute(COUNT, counts).rowcount != len(counts):
+                raise AssertionError(f"{[*results]}: not all of them are open")
 
     def finished(self, id: str, first: int, last: int) -> set[int]:
-        """Return which of the input lines from `first` to `last` are finished."""
-        rows = self._database.rows(FINISHED_BETWEEN, {"b_id": id, "first": first, "last": last})
-        return {row["line"] for row in rows}
+        """Return which of the input lines from `first` to `last` of an open batch have a result."""
+        return RESULTS.lines(self._database, id, first, last)
 
-    def finished_of(self, id: str, lines: Sequence[int]) -> set[int]:
-        """Return which of some input lines are finished."""
-        found: set[int] = set()
-        for some in _slices(lines):
-            query = sa.select(FINISHED.c.line).where(FINISHED.c.batch == id, FINISHED.c.line.in_(some))
-            found |= {row["line"] for row in self._database.rows(query)}
-        return found
+    def results(self, id: str, is_error: bool) -> Iterator[bytes]:
+        """Yield the lines of the output or of the error file of an open batch, in the order of its input."""
+        return RESULTS.texts(self._database, id, is_error)
+
+    def shrink(self) -> None:
+        """Return the space of removed results to the disk."""
+        self._database.shrink()
 
     def _transaction(self) -> AbstractContextManager[Connection]:
         return self._database.transaction()
@@ -453,9 +420,9 @@ def _change_state(db: Connection, id: str, to: State, now: int, changes: dict[st
     return batch
 
 
-def _add_results(db: Connection, batch: Batch, now: int, kinds: Sequence[str]) -> None:
-    """Make results of a batch files of its tenant, unless they are files already."""
-    for kind in kinds:
+def _add_results(db: Connection, batch: Batch, now: int) -> None:
+    """Make the output and the error file of a batch files of its tenant."""
+    for kind in ("output", "error"):
         if size := getattr(batch, f"{kind}_bytes"):
             file = File(
                 id=getattr(batch, f"{kind}_file"),
@@ -466,7 +433,7 @@ def _add_results(db: Connection, batch: Batch, now: int, kinds: Sequence[str]) -
                 created_at=now,
                 expires_at=now + batch.retention_s,
             )
-            db.execute(_insert(db, FILES).on_conflict_do_nothing(), _values(file))
+            db.execute(sa.insert(FILES), _values(file))
 
 
 def _remove_oldest(db: Connection, tenant: str, number: int) -> list[str]:
@@ -477,7 +444,7 @@ def _remove_oldest(db: Connection, tenant: str, number: int) -> list[str]:
     )
     forgotten = db.execute(remove.returning(BATCHES.c.output_file, BATCHES.c.error_file)).all()
     found: list[str] = []
-    for some in _slices([id for ids in forgotten for id in ids]):
+    for some in slices([id for ids in forgotten for id in ids]):
         found += db.execute(sa.delete(FILES).where(FILES.c.id.in_(some)).returning(FILES.c.id)).scalars()
     return _note(db, found)
 
@@ -506,5 +473,12 @@ def _item(kind: type[T], row: RowMapping) -> T:
     return kind(**values)
 
 
-def _slices(items: Sequence[T]) -> Iterator[Sequence[T]]:
-    return (items[start : start + ASKED] for start in range(0, len(items), ASKED))
+def _counts(results: Sequence[Result]) -> Counts:
+    """Return what results add to the columns of their batch."""
+    failed = sum(one.is_error for one in results)
+    unrun = sum(one.is_unrun for one in results)
+    output, errors = (
+        sum(len(one.text) for one in results if one.is_error == is_error) for is_error in (False, True)
+    )
+    tokens = together(one.tokens for one in results)
+    return Counts(len(results) - failed, failed, unrun, output, errors, *tokens)

@@ -16,9 +16,8 @@ from serve_app.system.database import DatabaseError
 from tests.fakes.disk import KilledError
 
 FAULTS: dict[str, Callable[[], Exception]] = {
-    "content.append": lambda: OSError(errno.EIO, "Input/output error"),
-    "content.appended": lambda: OSError(errno.ENOSPC, "No space left on device"),
-    "content.synced": lambda: OSError(errno.EIO, "Input/output error"),
+    "content.sync": lambda: OSError(errno.ENOSPC, "No space left on device"),
+    "content.kept": lambda: OSError(errno.EIO, "Input/output error"),
     "store.commit": lambda: DatabaseError("the connection broke before the commit"),
     "store.committed": lambda: DatabaseError("the connection broke after the commit"),
 }
@@ -95,7 +94,7 @@ class Crash:
         shutil.copytree(self._folder, self._after, ignore=shutil.ignore_patterns("*-shm"))
         if self._random is None:
             return
-        for folder in ("files", "drafts", "parts"):
+        for folder in ("files", "drafts"):
             for path in (self._folder / folder).glob("*"):
                 self._lose(path, self._after / folder / path.name, self._random)
 

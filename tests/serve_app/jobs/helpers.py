@@ -126,12 +126,7 @@ def bytes_of(content: Contents, id: str, size: int) -> bytes:
 
 def ids_on_disk(content: Content[Path]) -> set[str]:
     """Return the ids of all contents on the disk."""
-    return {path.name for path in content.path("any").parent.iterdir()} | ids_of_parts(content)
-
-
-def ids_of_parts(content: Content[Path]) -> set[str]:
-    """Return the ids of the contents on the disk that have parts."""
-    return {path.name for path in (content.path("any").parent.parent / "parts").iterdir()}
+    return {path.name for path in content.path("any").parent.iterdir()}
 
 
 def lose_connections(url: str) -> None:

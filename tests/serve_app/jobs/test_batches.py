@@ -35,7 +35,6 @@ from tests.serve_app.jobs.helpers import (
     DAY_S,
     NOW,
     batch_of,
-    bytes_of,
     limits_of,
     opened,
     put,
@@ -499,7 +498,9 @@ async def test_a_row_may_take_hours() -> None:
     limit.interval_s = 3600
     one = OpenBatch(batch_of("b", "in"))
     one.rows.append(Row(1, text_of(row("x"))))
-    async with Runner(engine, concurrency=lambda: limit, changed=lambda: None) as runner:
+    async with Runner(
+        engine, lambda results: None, concurrency=lambda: limit, changed=lambda: None
+    ) as runner:
         runner.fill(None, [one])
         while runner.in_flight:
             assert engine.tries <= 1
@@ -669,7 +670,7 @@ async def test_results_that_come_soon_after_one_another_are_recorded_together(tm
     answered: set[int] = set()
 
     def count(point: str) -> None:
-        if point == "content.appended" and engine.final:
+        if point == "store.commit" and engine.final:
             answered.add(sum(engine.final.values()))
 
     class Staggered(Engine):
@@ -695,7 +696,7 @@ async def test_a_full_disk_delays_and_loses_nothing(tmp_path: Path) -> None:
     failures = [5]
 
     def full(point: str) -> None:
-        if point == "content.appended" and engine.final and failures[0]:
+        if point == "store.commit" and engine.final and failures[0]:
             failures[0] -= 1
             raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -716,7 +717,7 @@ async def test_no_more_rows_are_sent_while_results_cannot_be_written(
     tries: list[int] = []
 
     def full(point: str) -> None:
-        if point == "content.appended" and engine.final and len(tries) < 30:
+        if point == "store.commit" and engine.final and len(tries) < 30:
             tries.append(len(engine.sent))
             if len(tries) == 2:
                 # The limit would grow fast from now on; the first error is known, however slow the thread.
@@ -733,31 +734,6 @@ async def test_no_more_rows_are_sent_while_results_cannot_be_written(
     assert tries[-1] <= 20
 
 
-async def test_a_file_that_cannot_be_written_slows_no_other_tenant(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = Engine()
-    # The next try to write is after the end of the test.
-    async with running(tmp_path, engine, concurrency=Fixed(4), tick_s=10 * STILL_S) as bench:
-        append = bench.content.append
-
-        def append_to_others(id: str, offset: int, data: bytes) -> None:
-            if "-a-" in id:
-                raise PermissionError(errno.EACCES, "Permission denied", id)
-            append(id, offset, data)
-
-        monkeypatch.setattr(bench.content, "append", append_to_others)
-        bench.add("a", *(row(f"a{number}") for number in range(20)))
-        await engine.until(lambda: engine.tries.total() > 0)
-        bench.add("b", *(row(f"b{number}") for number in range(20)), tenant="ben")
-        assert (await bench.ended("b")).completed == 20
-        assert bench.store.batch("a").completed == 0
-        # The places, and the rows that were taken before the first error was known.
-        assert sum(id.startswith("a") for id in engine.tries) <= 8
-        assert bench.task
-        bench.task.cancel()
-
-
 async def test_an_input_that_is_gone_fails_the_batch_and_keeps_its_results(tmp_path: Path) -> None:
     engine = Engine()
     engine.go.clear()
@@ -769,18 +745,6 @@ async def test_an_input_that_is_gone_fails_the_batch_and_keeps_its_results(tmp_p
         batch = await bench.ended("b", state="failed")
         assert "in-b is gone" in batch.errors[0]["message"]
         assert len(bench.lines(batch)[0]) == batch.completed > 0
-
-
-async def test_an_output_that_is_gone_fails_the_batch(tmp_path: Path) -> None:
-    engine = Engine()
-    async with running(tmp_path, engine, concurrency=Fixed(1)) as bench:
-        bench.add("b", *(row(str(number)) for number in range(300)))
-        await bench.until(lambda: bench.store.batch("b").completed > 0)
-        for part in (tmp_path / "parts" / bench.store.batch("b").output_file).iterdir():
-            part.unlink()
-        batch = await bench.ended("b", state="failed")
-        assert batch.errors[0]["code"] == "content_lost"
-    assert len(engine.sent) < 300
 
 
 async def test_bytes_in_flight_are_bounded(tmp_path: Path) -> None:
@@ -829,7 +793,7 @@ async def test_a_cancelled_runner_ends_after_the_thread_that_writes(tmp_path: Pa
     loop, reached, go = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
 
     def wait(point: str) -> None:
-        if point == "content.append":
+        if point == "store.commit" and engine.final:
             loop.call_soon_threadsafe(reached.set)
             assert go.wait(STILL_S)
 
@@ -854,7 +818,7 @@ async def test_a_cancelled_runner_ends_after_the_thread_that_writes(tmp_path: Pa
     assert run.cancelled()
     batch = store.batch("b")
     assert batch.completed == 1
-    assert len(bytes_of(content, batch.output_file, batch.output_bytes)) == batch.output_bytes > 0
+    assert len(b"".join(store.results("b", False))) == batch.output_bytes > 0
     store.close()
 
 
@@ -950,27 +914,15 @@ async def test_an_input_that_lost_rows_fails_the_batch_with_its_results(tmp_path
         assert batch.completed == len(bench.lines(batch)[0]) == 200
 
 
-async def test_a_file_that_cannot_be_written_holds_up_no_other_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_output_that_cannot_be_written_holds_up_no_other_batch(tmp_path: Path) -> None:
     engine = Engine()
-    broken = True
     async with running(tmp_path, engine, concurrency=Fixed(4)) as bench:
-        append = bench.content.append
-
-        def append_to_others(id: str, offset: int, data: bytes) -> None:
-            if broken and "-a-" in id:
-                raise PermissionError(errno.EACCES, "Permission denied", id)
-            append(id, offset, data)
-
-        monkeypatch.setattr(bench.content, "append", append_to_others)
-        engine.go.clear()
-        for name, tenant in (("b", "ben"), ("a", "anna")):
+        # A folder is in the way.
+        bench.content.path("file-a-out").mkdir()
+        for name, tenant in (("a", "anna"), ("b", "ben")):
             bench.add(name, *(row(f"{name}{number}") for number in range(20)), tenant=tenant)
-        await bench.until(lambda: bench.store.batch("a").state == "in_progress")
-        engine.go.set()
         assert (await bench.ended("b")).completed == 20
-        assert bench.store.batch("a").completed == 0
-        broken = False
+        await bench.until(lambda: bench.store.batch("a").state == "finalizing")
+        bench.content.path("file-a-out").rmdir()
         assert (await bench.ended("a")).completed == 20
     assert set(engine.final.values()) == {1}

@@ -76,16 +76,15 @@ def test_a_line_here_and_there_costs_little(tmp_path: Path) -> None:
     [
         lambda content: content.path("a").open("rb").readline(),
         lambda content: [*content.pieces("a", 4)],
-        lambda content: [*content.pieces("b", 4)],
     ],
 )
 def test_a_storage_that_fails_midway_is_an_error_of_the_system(
     read: Callable[[Content[ObjectInput]], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     content = content_at(f"{PROTOCOL}://{uuid4().hex}", tmp_path)
-    for id in ("a", "b"):
-        content.append(id, 0, b"one\n")
-    content.seal("a", 4)
+    draft = content.draft()
+    draft.write(b"one\n")
+    content.keep(draft, "a")
     monkeypatch.setattr(BufferedStorage, "fails", True)
     with pytest.raises(OSError, match="can't be reached"):
         read(content)

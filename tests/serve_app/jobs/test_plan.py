@@ -18,7 +18,7 @@ from serve_app.jobs.intake import validate
 from serve_app.jobs.models import Batch
 from serve_app.jobs.plan import InputLine, RowPlan, plan_id, plan_of, read_lines, unsent
 from serve_app.jobs.rows import Row, answered
-from serve_app.jobs.storage import close, give_up, record
+from serve_app.jobs.storage import close, give_up
 from serve_app.settings.ingress import IngressSettings
 from tests.serve_app.jobs.helpers import CHAT, NOW, batch_of, limits_of, opened, put, row, text_of
 
@@ -215,7 +215,7 @@ def test_rows_that_have_a_result_are_left_out(tmp_path: Path) -> None:
     site = Site(tmp_path, *(asked(str(number), prefixes[number % 3], "?") for number in range(30)))
     taken = site.taken()
     done = random.sample(taken, 12)
-    record(site.store, site.content, "b", [answered("b", one, 200, {}) for one in done])
+    site.store.record({"b": [answered("b", one, 200, {}) for one in done]})
     assert site.taken() == [one for one in taken if one not in done]
     site.store.close()
 

@@ -120,9 +120,7 @@ async def test_upload_create_poll_download(site: Site, client: openai.AsyncOpenA
     assert (result.purpose, result.filename) == ("batch_output", f"{batch.id}_output.jsonl")
 
 
-async def test_the_output_can_be_read_while_a_batch_is_finalizing(
-    site: Site, client: openai.AsyncOpenAI
-) -> None:
+async def test_the_output_is_named_once_the_batch_has_ended(site: Site, client: openai.AsyncOpenAI) -> None:
     held, reach = True, failpoints.hook
     finalizing = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -140,17 +138,13 @@ async def test_the_output_can_be_read_while_a_batch_is_finalizing(
     async with asyncio.timeout(STILL_S):
         await finalizing.wait()
     batch = await client.batches.retrieve(batch.id)
-    assert (batch.status, batch.error_file_id) == ("finalizing", None)
+    assert (batch.status, batch.output_file_id, batch.error_file_id) == ("finalizing", None, None)
+    held = False
+    batch = await site.ended(client, batch.id)
+    assert batch.status == "completed"
     assert batch.output_file_id
     output = (await client.files.content(batch.output_file_id)).text
     assert [from_json(line)["custom_id"] for line in output.splitlines()] == ["a"]
-    with pytest.raises(openai.ConflictError, match="belongs to a batch that has not ended"):
-        await client.files.delete(batch.output_file_id)
-    held = False
-    ended = await site.ended(client, batch.id)
-    assert (ended.status, ended.output_file_id) == ("completed", batch.output_file_id)
-    assert ended.error_file_id
-    assert (await client.files.content(batch.output_file_id)).text == output
 
 
 async def test_lists_have_pages(site: Site, client: openai.AsyncOpenAI) -> None:
@@ -488,10 +482,10 @@ def test_a_batch_is_what_the_client_expects_in_each_state(state: State) -> None:
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_the_result_files_are_named_once_they_get_no_more_rows(state: State) -> None:
+def test_the_result_files_are_named_once_the_batch_has_ended(state: State) -> None:
     found = batch_object(with_results(state))
     ended = state in ENDED
-    assert found["output_file_id"] == ("file-b-out" if ended or state == "finalizing" else None)
+    assert found["output_file_id"] == ("file-b-out" if ended else None)
     assert found["error_file_id"] == ("file-b-err" if ended else None)
 
 

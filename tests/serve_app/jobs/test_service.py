@@ -55,7 +55,7 @@ async def test_a_start_goes_on_with_what_is_there(tmp_path: Path) -> None:
     fill(tmp_path, row("a"), row("b"))
     store, content = opened(tmp_path)
     store.note_content("file-orphan")
-    content.append("file-orphan", 0, b"x")
+    content.keep(content.draft(), "file-orphan")
     store.close()
     engine = Engine()
     with commits() as committed:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from uuid import uuid4
 
 import pytest
@@ -12,16 +13,14 @@ from serve_app.jobs import failpoints
 from serve_app.jobs.content import Content, Contents
 from serve_app.jobs.db import FILES
 from serve_app.jobs.errors import ContentLostError, TooManyError
-from serve_app.jobs.models import Counts
 from serve_app.jobs.plan import unsent
-from serve_app.jobs.rows import Row, answered
+from serve_app.jobs.rows import Result, Row, answered
 from serve_app.jobs.storage import (
     add_file,
     close,
     delete_contents,
     delete_noted,
     give_up,
-    record,
     remove_expired,
 )
 from serve_app.system.database import DatabaseError
@@ -45,7 +44,7 @@ from tests.serve_app.jobs.helpers import (
 def test_files_are_deleted_when_their_time_is_over(tmp_path: Path) -> None:
     store, content = opened(tmp_path)
     for id in ("old", "read"):
-        content.append(id, 0, b"x")
+        content.keep(content.draft(), id)
         store.add_file(replace(file_of(id), expires_at=NOW))
     store.add_batch(batch_of("b", "read"), 1)
     assert remove_expired(store, content, NOW - 1, limits_of()) == 0
@@ -67,7 +66,7 @@ def test_contents_without_a_file_are_deleted(tmp_path: Path) -> None:
     store.remove_file("anna", "deleted")
     store.note_content("orphan")
     for id in ("orphan", batch.output_file):
-        content.append(id, 0, b"x")
+        content.keep(content.draft(), id)
     assert delete_noted(store, content) == 2
     assert ids_on_disk(content) == {"in", batch.output_file}
     assert delete_noted(store, content) == 0
@@ -198,10 +197,9 @@ def test_a_batch_goes_with_its_time_and_not_before_its_results(tmp_path: Path) -
     limits = limits_of(retention_s=10 * DAY_S)
     for id, retention_s in (("short", DAY_S), ("long", 20 * DAY_S), ("open", DAY_S)):
         store.add_batch(batch_of(id, "in", retention_s=retention_s), 9)
-    content.append("file-long-out", 0, b"x")
-    store.finish(store.move("long", "in_progress", NOW, total=1), [1], Counts(1, 0, 0, 1, 0))
-    store.move("long", "finalizing", NOW)
-    store.end("long", "completed", NOW)
+    store.move("long", "in_progress", NOW, total=1)
+    store.record({"long": [Result(1, b"{}\n", False)]})
+    close(store, content, store.move("long", "finalizing", NOW), NOW)
     store.end("short", "failed", NOW)
     kept = {}
     for days in (10, 11, 19, 20):
@@ -244,23 +242,25 @@ def test_results_are_written_once_whatever_the_commit_said(
 
     failing: list[str] = []
     monkeypatch.setattr(failpoints, "hook", fail)
-    for point in ("content.appended", "store.commit", "store.committed"):
+    for point in ("store.commit", "store.committed"):
         failing[:] = [point]
         with pytest.raises(OSError, match="the disk fails"):
-            record(store, content, "b", results)
+            store.record({"b": results})
     failing.clear()
-    record(store, content, "b", results)
+    store.record({"b": results})
     batch = store.batch("b")
     assert (batch.completed, batch.failed, batch.unrun) == (1, 1, 0)
     assert (batch.input_tokens, batch.output_tokens) == (5, 2)
-    assert bytes_of(content, batch.output_file, batch.output_bytes) == results[0].text
-    assert bytes_of(content, batch.error_file, batch.error_bytes) == results[1].text
+    assert [b"".join(store.results("b", is_error)) for is_error in (False, True)] == [
+        result.text for result in results
+    ]
     left = unsent(store, content, batch)
     assert left.take(content) == [Row(ROWS[2].line, ROWS[2].text.strip(), "demo")]
 
     close(store, content, store.move("b", "cancelling", NOW), NOW)
     batch = store.batch("b")
     assert (batch.state, batch.completed, batch.failed, batch.unrun) == ("cancelled", 1, 2, 1)
+    assert bytes_of(content, batch.output_file, batch.output_bytes) == results[0].text
     last = from_json(content.path(batch.error_file).read_bytes().splitlines()[1])
     assert (last["custom_id"], last["error"]["code"]) == ("r3", "batch_cancelled")
     store.close()
@@ -271,7 +271,7 @@ def test_a_batch_whose_input_lost_rows_does_not_end_as_complete(tmp_path: Path) 
     put(store, content, "in", b"".join(row.text for row in ROWS))
     store.add_batch(batch_of("b", "in"), 1)
     store.move("b", "in_progress", NOW, total=3)
-    record(store, content, "b", [answered("b", ROWS[0], 200, {})])
+    store.record({"b": [answered("b", ROWS[0], 200, {})]})
     content.path("in").write_bytes(ROWS[0].text + ROWS[1].text)
     with pytest.raises(ContentLostError, match="in has changed"):
         close(store, content, store.move("b", "finalizing", NOW), NOW)
@@ -281,7 +281,7 @@ def test_a_batch_whose_input_lost_rows_does_not_end_as_complete(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("where", ["disk", "memory"])
-def test_the_results_of_a_batch_that_lost_a_content_can_be_read(where: str, tmp_path: Path) -> None:
+def test_the_results_of_a_batch_that_lost_its_input_are_kept(where: str, tmp_path: Path) -> None:
     store = opened(tmp_path)[0]
     content: Contents = on_disk(tmp_path)
     if where == "memory":
@@ -292,47 +292,47 @@ def test_the_results_of_a_batch_that_lost_a_content_can_be_read(where: str, tmp_
     put(store, content, "in", b"".join(row.text for row in ROWS))
     store.add_batch(batch_of("b", "in"), 1)
     store.move("b", "in_progress", NOW, total=3)
-    results = [answered("b", ROWS[0], 200, {}), answered("b", ROWS[1], 404, {})]
-    record(store, content, "b", results)
-    batch = store.batch("b")
-    content.remove(batch.error_file)
-    # The output is written before it shows that the error file is gone.
-    with pytest.raises(ContentLostError) as lost:
-        record(store, content, "b", [answered("b", ROWS[2], status, {}) for status in (200, 500)])
-    give_up(store, content, "b", str(lost.value), NOW)
-    batch = store.batch("b")
-    assert (batch.state, batch.completed, batch.failed) == ("failed", 1, 1)
-    assert batch.errors[0]["code"] == "content_lost"
-    file = store.file("anna", batch.output_file)
-    assert file.bytes == content.size(batch.output_file) == len(results[0].text)
-    assert b"".join(content.pieces(file.id, file.bytes)) == results[0].text
-    assert content.size(batch.error_file) is None
-    store.close()
-
-
-def test_results_of_a_batch_that_a_failing_disk_ended_are_read(tmp_path: Path) -> None:
-    store, content = opened(tmp_path)
-    put(store, content, "in", ROWS[0].text)
-    store.add_batch(batch_of("b", "in"), 1)
-    store.move("b", "in_progress", NOW, total=1)
-    record(store, content, "b", [answered("b", ROWS[0], 200, {})])
-    output = bytes_of(content, "file-b-out", store.batch("b").output_bytes)
+    results = [
+        answered("b", ROWS[1], 404, {}),
+        answered("b", ROWS[2], 200, {}),
+        answered("b", ROWS[0], 200, {}),
+    ]
+    store.record({"b": results})
+    content.remove("in")
     with failing_at("content.rename"), pytest.raises(OSError, match="the disk fails"):
         give_up(store, content, "b", "the content of in is gone", NOW)
-    file = store.file("anna", "file-b-out")
-    assert content.size(file.id) is None
-    assert bytes_of(content, file.id, file.bytes) == output
+    give_up(store, content, "b", "the content of in is gone", NOW)
+    batch = store.batch("b")
+    assert (batch.state, batch.completed, batch.failed) == ("failed", 2, 1)
+    assert batch.errors[0]["code"] == "content_lost"
+    # In the order of the input, whatever the order in which rows ended.
+    assert bytes_of(content, "file-b-out", batch.output_bytes) == results[2].text + results[1].text
+    assert bytes_of(content, "file-b-err", batch.error_bytes) == results[0].text
+    assert store.file("anna", "file-b-out").bytes == content.size("file-b-out") == batch.output_bytes
     store.close()
 
 
-def test_a_batch_that_lost_its_input_early_leaves_no_content(tmp_path: Path) -> None:
+def test_a_batch_that_lost_its_input_before_any_row_leaves_no_content(tmp_path: Path) -> None:
     store, content = opened(tmp_path)
     put(store, content, "in", ROWS[0].text)
     store.add_batch(batch_of("b", "in"), 1)
     store.move("b", "in_progress", NOW, total=1)
-    with failing_at("content.synced"), pytest.raises(OSError, match="the disk fails"):
-        record(store, content, "b", [answered("b", ROWS[0], 200, {})])
     content.remove("in")
     give_up(store, content, "b", "the content of in is gone", NOW)
     assert ids_on_disk(content) == set()
     store.close()
+
+
+def test_the_space_of_results_is_free_after_the_end_of_their_batch(tmp_path: Path) -> None:
+    store, content = opened(tmp_path)
+    put(store, content, "in", b"x")
+    store.add_batch(batch_of("b", "in"), 1)
+    store.move("b", "in_progress", NOW, total=1000)
+    # Compressible lines and others.
+    lines = [b'{"a": "%s"}' % Random(number).randbytes(2000).hex().encode() for number in range(1000)]
+    store.record({"b": [Result(number, line, False) for number, line in enumerate(lines)]})
+    assert b"".join(store.results("b", False)) == b"".join(lines)
+    close(store, content, store.move("b", "finalizing", NOW), NOW)
+    store.shrink()
+    store.close()
+    assert (tmp_path / "batches.db").stat().st_size < 200_000

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from serve_app.jobs.errors import InUseError, NotFoundError, StateError, StoreError, TooManyError
-from serve_app.jobs.models import Counts
+from serve_app.jobs.rows import Result
 from serve_app.jobs.store import Store
-from serve_app.system.database import DatabaseError
 from tests.serve_app.jobs.conftest import Place
 from tests.serve_app.jobs.helpers import DAY_S, NOW, batch_of, file_of
 
@@ -20,6 +19,10 @@ def store(place: Place) -> Iterator[Store]:
     store.add_file(file_of("in"))
     yield store
     store.close()
+
+
+def result(line: int, is_error: bool = False) -> Result:
+    return Result(line, b'{"line": %d}' % line, is_error)
 
 
 def reopened(store: Store, place: Place) -> Store:
@@ -125,7 +128,8 @@ def test_the_oldest_ended_batches_of_a_tenant_make_space_for_new_ones(store: Sto
     assert store.add_batch(batch_of("open", "in"), 9, 3) == []
     for id in ("a", "b"):
         assert store.add_batch(batch_of(id, "in"), 9, 3) == []
-        store.finish(store.move(id, "in_progress", NOW, total=2), [1, 2], Counts(1, 1, 0, 10, 5))
+        store.move(id, "in_progress", NOW, total=2)
+        store.record({id: [result(1), result(2, True)]})
         store.move(id, "finalizing", NOW)
         store.end(id, "completed", NOW)
     store.remove_file("anna", "file-b-out")
@@ -155,36 +159,39 @@ def test_a_batch_takes_the_ways_of_the_table_only(store: Store) -> None:
     assert store.open_batches() == []
 
 
-def test_rows_are_committed_once(store: Store) -> None:
-    store.add_batch(batch_of("b", "in"), 1)
-    before = store.move("b", "in_progress", NOW, total=3)
-    store.finish(before, [1, 3], Counts(1, 1, 0, 10, 20))
-    after = store.batch("b")
-    assert (after.completed, after.failed, after.output_bytes, after.error_bytes) == (1, 1, 10, 20)
-    assert store.finished("b", 1, 2) == {1}
-    with pytest.raises(DatabaseError):
-        store.finish(after, [3], Counts(1, 0, 0, 10, 0))
-    with pytest.raises(AssertionError, match="two writers"):
-        store.finish(before, [2], Counts(1, 0, 0, 10, 0))
-    assert store.batch("b") == after
-    assert store.finished("b", 1, 3) == {1, 3}
-    assert store.finished_of("b", [3, 2]) == {3}
+def test_rows_of_several_batches_are_committed_once(store: Store) -> None:
+    for id in ("a", "b"):
+        store.add_batch(batch_of(id, "in"), 2)
+        store.move(id, "in_progress", NOW, total=3)
+    results = {"a": [result(1), result(3, True)], "b": [result(2)]}
+    for _ in range(2):
+        store.record(results)
+    size = len(result(1).text)
+    after = store.batch("a")
+    assert (after.completed, after.failed, after.output_bytes, after.error_bytes) == (1, 1, size, size)
+    assert (store.finished("a", 1, 2), store.finished("b", 1, 3)) == ({1}, {2})
+    store.record({"a": [result(2), result(3, True)]})
+    assert [*store.results("a", False)] == [result(1).text, result(2).text]
+    assert [*store.results("a", True)] == [result(3, True).text]
+    assert (store.batch("a").completed, store.batch("a").failed) == (2, 1)
+    store.end("b", "failed", NOW)
+    with pytest.raises(AssertionError, match="not all of them are open"):
+        store.record({"a": [result(4)], "b": [result(3)]})
+    assert store.finished("a", 1, 9) == {1, 2, 3}
 
 
 def test_the_results_of_a_batch_that_ended_are_files(store: Store) -> None:
     store.add_batch(batch_of("b", "in"), 1)
-    before = store.move("b", "in_progress", NOW, total=1)
-    store.finish(before, [1], Counts(1, 0, 0, 10, 0))
+    store.move("b", "in_progress", NOW, total=1)
+    store.record({"b": [result(1)]})
     store.move("b", "finalizing", NOW)
     assert {"file-b-out", "file-b-err"} <= store.contents()
-    # The output gets no more rows, and stays as long as the batch needs it.
-    file = store.file("anna", "file-b-out")
-    assert (file.bytes, file.purpose, file.expires_at) == (10, "batch_output", NOW + DAY_S)
-    with pytest.raises(InUseError):
-        store.remove_file("anna", "file-b-out")
-    assert store.remove_expired(NOW + 9 * DAY_S) == store.remove_excess(0) == []
+    with pytest.raises(NotFoundError):
+        store.file("anna", "file-b-out")
     store.end("b", "completed", NOW + 5)
-    assert store.file("anna", "file-b-out") == file
+    file = store.file("anna", "file-b-out")
+    size = len(result(1).text)
+    assert (file.bytes, file.purpose, file.expires_at) == (size, "batch_output", NOW + 5 + DAY_S)
     assert store.contents() == {"in", "file-b-out"}
     assert store.finished("b", 1, 1) == set()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.jobs.models import Counts
+from serve_app.jobs.rows import Result
 from serve_app.jobs.service import BatchService, _tell_end
 from serve_app.jobs.store import Store
 from serve_app.settings.batches import BatchesSettings
@@ -28,8 +28,7 @@ CHANGES: dict[str, Callable[[Store], object]] = {
     "remove_expired_batches": lambda store: store.remove_expired_batches(NOW * 2, 0),
     "move": lambda store: store.move("b", "cancelling", NOW),
     "end": lambda store: store.end("b", "failed", NOW),
-    "batch_to_write": lambda store: store.batch_to_write("b"),
-    "finish": lambda store: store.finish(store.batch("b"), [1], Counts(1, 0, 0, 5, 0)),
+    "record": lambda store: store.record({"b": [Result(1, b"{}", False)]}),
     "open_batches": lambda store: store.open_batches(),
 }
 """All calls that a store refuses once it was taken over."""
