@@ -45,7 +45,7 @@ SHORT_S = 1.0
 FORGOTTEN_S = 3600.0
 """Seconds after which a key or a holder that doesn't report is forgotten."""
 
-SLICE = 100
+SLICE = 50
 """Keys and counters that are handled at a time, so that the event loop isn't held up."""
 
 T = TypeVar("T")
@@ -327,7 +327,13 @@ class Counters:
     def states(self, subject: str, quota: Quota, now: float) -> tuple[LimitState, ...]:
         """Return the states of all limits of a subject."""
         now = max(now, self.last_seen)
-        return tuple(state for kind in LIMITS for state in self._states(Counter(subject, kind), quota, now))
+        states: list[LimitState] = []
+        for kind in LIMITS:
+            counter = Counter(subject, kind)
+            found = self._counters.get(counter) or _Counted()
+            blocks = found.current(_minute(kind, now)[0])
+            states += self._states(counter, limits_of(quota, kind), found, blocks, now)
+        return tuple(states)
 
     def holders(self, at: float) -> int:
         """Return the number of holders that report."""
@@ -424,7 +430,7 @@ class Counters:
         share = 0
         if at - found.short_at > SHORT_S:
             # With half of the rest, the holders together never take all of it ahead.
-            rest = room - given + sum(block.left for block in sharing)
+            rest = room - given + sum([block.left for block in sharing])
             share = rest // (2 * (len(sharing) + (mine not in sharing)))
             given += max(0, min(report.ahead, share, room - given + mine.left) - mine.left)
         if given:
@@ -432,7 +438,10 @@ class Counters:
             found.place(counter.kind, holder, mine._replace(left=mine.left + given), now)
             self._changed.add(counter)
             self.urgent = True
-        return Grant(counter, minute, given, ends_in_s, share, tuple(self._states(counter, quota, now)))
+            sharing = [one for one in sharing if one is not mine]
+            sharing.append(found.blocks[holder][minute])
+        states = tuple(self._states(counter, limits, found, sharing, now))
+        return Grant(counter, minute, given, ends_in_s, share, states)
 
     def _quota(self, subject: str) -> Quota | None:
         kind, _, name = subject.partition(" ")
@@ -441,13 +450,12 @@ class Counters:
         found = self._keys.get(subject)
         return None if found is None else found[0]
 
-    def _states(self, counter: Counter, quota: Quota, now: float) -> Iterator[LimitState]:
-        found = self._counters.get(counter)
-        blocks = found.current(_minute(counter.kind, now)[0]) if found else []
-        left, reserved = sum(block.left for block in blocks), sum(block.reserved for block in blocks)
-        for name, limit in limits_of(quota, counter.kind).items():
-            span = LIMITS[counter.kind][name]
-            window = found.window(span, now) if found else _new_window(span, now)
+    def _states(
+        self, counter: Counter, limits: dict[str, int], found: _Counted, blocks: list[Block], now: float
+    ) -> Iterator[LimitState]:
+        left, reserved = sum([block.left for block in blocks]), sum([block.reserved for block in blocks])
+        for name, limit in limits.items():
+            window = found.window(LIMITS[counter.kind][name], now)
             remaining = max(0, limit - window.taken + left)
             yield LimitState(name, limit, remaining, reserved, window.ends_at - now)
 
