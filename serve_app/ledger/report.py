@@ -1,4 +1,4 @@
-"""Queries of the files of a ledger, in SQL for DuckDB: sums, and the lengths of calls."""
+"""Queries of the files of a ledger, in SQL for DuckDB: sums."""
 
 from collections.abc import Sequence
 from contextlib import suppress

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 import httpx
-from pydantic import BaseModel
 
 from serve_app.api.protocol import JSON
 from serve_app.api.validation import FEW, suggestion
@@ -119,12 +118,6 @@ class LoadAnswer:
                 return None
             begin, parts = self.first_at, self.tokens - 1
         return ((now if end is None else end) - begin) / parts, end is not None
-
-
-class _Count(BaseModel):
-    """The answer to `/tokenize`."""
-
-    count: int
 
 
 class Service:

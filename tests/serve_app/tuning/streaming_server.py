@@ -1,4 +1,4 @@
-"""A tiny service that answers with streams, on the loopback interface or without a network."""
+"""A tiny service that answers with streams, on the loopback interface."""
 
 import asyncio
 import json
@@ -7,13 +7,11 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
 from aiohttp import web
 
 REFUSAL = {"error": {"message": "no"}}
 
 CARD = {"id": "m", "owned_by": "saturate", "kind": "llm", "parent": None, "max_model_len": 4096}
-MODELS = {"data": [CARD]}
 
 
 @dataclass
@@ -99,12 +97,6 @@ class StreamingServer:
     async def models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": [CARD | {"id": self.model}]})
 
-    async def health(self, request: web.Request) -> web.Response:
-        return web.json_response({"status": "ready"})
-
-    async def tokenize(self, request: web.Request) -> web.Response:
-        return web.json_response({"count": len((await request.json())["prompt"].split())})
-
     async def stats(self, request: web.Request) -> web.Response:
         return web.json_response(self.report())
 
@@ -123,48 +115,14 @@ class StreamingServer:
         return {"models": {self.model: {"replicas": [replica] * self.replicas}}}
 
 
-class StreamingTransport(httpx.AsyncBaseTransport):
-    """The same service without a network, so that no time passes but that of its tokens."""
-
-    def __init__(self, server: StreamingServer) -> None:
-        self._server = server
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        match request.url.path:
-            case "/v1/models":
-                return httpx.Response(200, json=MODELS)
-            case "/stats":
-                return httpx.Response(200, json=self._server.report())
-            case path:
-                body = json.loads(request.content)
-                self._server.note(path, body)
-                if self._server.status != 200:
-                    return httpx.Response(self._server.status, json=REFUSAL)
-                return httpx.Response(200, stream=_Events(self._server.events(body)))
-
-
-class _Events(httpx.AsyncByteStream):
-    def __init__(self, events: AsyncGenerator[bytes]) -> None:
-        self._events = events
-
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        return self._events
-
-    async def aclose(self) -> None:
-        await self._events.aclose()
-
-
 @asynccontextmanager
 async def streaming_server(**fields: Any) -> AsyncIterator[StreamingServer]:
     """Serve on a free port."""
     server = StreamingServer(**fields)
     app = web.Application()
     app.router.add_post("/v1/completions", server.complete)
-    app.router.add_post("/v1/chat/completions", server.complete)
     app.router.add_get("/v1/models", server.models)
     app.router.add_get("/stats", server.stats)
-    app.router.add_get("/health", server.health)
-    app.router.add_post("/tokenize", server.tokenize)
     # A client that leaves ends its answer at once.
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
