@@ -122,6 +122,8 @@ class SchedulerFigures(StatsPart):
     displaced: int = Field(default=0, description="Rows preempted for live requests.")
     malformed: int = Field(default=0, description="Requests whose goals were none.")
     step_s: StepSeconds = Field(default=StepSeconds(), description="The times of a step.")
+    steps: int = Field(default=0, description="Steps that these times are learned from.")
+    step_error: float = Field(default=0.0, description="Mean relative error of the times of the last steps.")
 
     @property
     def least_s(self) -> float:

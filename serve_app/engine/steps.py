@@ -2,12 +2,12 @@
 
 A step of a language model takes the sum of a base (the weights are read once), a time for each token of a
 prompt, a time for each sequence, and a time for each token of context that is read. `saturate profile`
-measures the same four numbers.
+prints the four times.
 """
 
-from typing import NamedTuple
-
 import numpy as np
+
+from serve_app.simulation.profiles import StepLine, Work
 
 KNOWN = 16
 """Steps after which a time is predicted."""
@@ -24,22 +24,11 @@ SCALE = np.array([1e-2, 1e-4, 1e-4, 1e-7])
 FIRM = 1e-3
 """Weight of the last solution, in relation to a step: it decides where the steps of late say nothing."""
 
+AVERAGED = 256
+"""Steps over which the mean error is taken."""
+
 SURPRISE = 0.5
 """Relative error from which on a step counts less: a pause of the process, or a first run of a kernel."""
-
-
-class Work(NamedTuple):
-    """The work of a step.
-
-    Attributes:
-        prompt_tokens: Tokens of prompts.
-        sequences: Sequences.
-        context: Tokens of context that are read, of all sequences together.
-    """
-
-    prompt_tokens: int
-    sequences: int
-    context: int
 
 
 class StepTimes:
@@ -48,20 +37,23 @@ class StepTimes:
     The line is fitted by least squares to the relative errors of the latest steps.
 
     Attributes:
-        seconds: The four times in seconds: base, per token of a prompt, per sequence, per token of context.
+        line: The learned line.
+        steps: Steps so far.
+        error: Mean relative error of the latest predictions, each at most 1.
     """
 
     def __init__(self) -> None:
-        self.seconds: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+        self.line = StepLine(0.0, 0.0, 0.0, 0.0)
+        self.steps = 0
+        self.error = 0.0
         self._solution = np.array([1.0, 0.5, 0.1, 0.3])
         self._products = np.zeros((4, 4))
         self._sums = np.zeros(4)
-        self._seen = 0
 
     @property
     def known(self) -> bool:
         """Whether enough steps were seen to predict others."""
-        return self._seen >= KNOWN
+        return self.steps >= KNOWN
 
     def learn(self, work: Work, seconds: float) -> None:
         """Take in the time that a step took, in seconds."""
@@ -71,22 +63,23 @@ class StepTimes:
         if self.known:
             error = abs(seconds - self.predict(work)) / seconds
             weight = min(1.0, SURPRISE / max(error, 1e-9))
+            share = 1 / min(self.steps - KNOWN + 1, AVERAGED)
+            self.error += share * (min(error, 1.0) - self.error)
         row = np.array([1.0, *work]) * SCALE / seconds
         self._products = MEMORY * self._products + weight * np.outer(row, row)
         self._sums = MEMORY * self._sums + weight * row
-        self._seen += 1
-        if self._seen % SOLVED_EVERY == 0:
+        self.steps += 1
+        if self.steps % SOLVED_EVERY == 0:
             self._solve()
 
     def predict(self, work: Work) -> float:
         """Return the seconds that a step with this work takes."""
-        base, prompt, sequence, context = self.seconds
-        return base + prompt * work.prompt_tokens + sequence * work.sequences + context * work.context
+        return self.line.seconds(work)
 
     @property
     def per_prompt_token(self) -> float:
         """Seconds for each token of a prompt."""
-        return self.seconds[1]
+        return self.line.prompt_token
 
     def prompt_tokens(self, seconds: float, work: Work) -> int:
         """Return the tokens of prompts that fit into a step of this length beside other work."""
@@ -103,5 +96,4 @@ class StepTimes:
             # A time is never negative: the most negative one is 0, and the rest is solved again.
             free[solution.argmin()] = False
         self._solution = solution
-        base, prompt, sequence, context = (solution * SCALE).tolist()
-        self.seconds = base, prompt, sequence, context
+        self.line = StepLine(*(solution * SCALE).tolist())

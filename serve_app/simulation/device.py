@@ -2,35 +2,8 @@
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
-from serve_app.simulation.profiles import Profile
-
-
-class Step(NamedTuple):
-    """The work of one step.
-
-    Attributes:
-        prefill_tokens: Tokens of prompts that it computes.
-        sequences: Sequences that it computes.
-        kv_tokens: Tokens of context that it reads, of all sequences together.
-    """
-
-    prefill_tokens: int
-    sequences: int
-    kv_tokens: int
-
-
-def step_time(profile: Profile) -> Callable[[float, float, float], float]:
-    """Return the function from prompt tokens, sequences and context tokens of a step to its seconds."""
-    base, per_prefill, per_sequence, per_kv = profile.seconds
-    hidden = profile.hidden_prefill_tokens
-
-    def seconds(prefill_tokens: float, sequences: float, kv_tokens: float) -> float:
-        computed = max(0.0, prefill_tokens - hidden)
-        return base + per_prefill * computed + per_sequence * sequences + per_kv * kv_tokens
-
-    return seconds
+from serve_app.simulation.profiles import Profile, Work
 
 
 class Device:
@@ -54,9 +27,9 @@ class Device:
         self._free_at = clock()
         self._pinned = False
 
-    def submit(self, step: Step) -> float:
+    def submit(self, work: Work) -> float:
         """Add a step, which starts when those before it have ended; return when it ends, on the clock."""
-        self._free_at = max(self._clock(), self._free_at) + step_time(self.profile)(*step)
+        self._free_at = max(self._clock(), self._free_at) + self.profile.step.seconds(work)
         return self._free_at
 
     def wait(self, until: float) -> None:

@@ -1,8 +1,7 @@
 """Profiles of simulated devices: the times of a model on some hardware.
 
 A step takes the sum of `base_ms`, `per_prefill_token_ms` for each token of a prompt, `per_sequence_ms` for
-each sequence and `per_kv_token_ms` for each token of context. Prompts of up to `hidden_prefill_tokens` in a
-step take no time. Weights and caches have 16 bits.
+each sequence and `per_kv_token_ms` for each token of context. Weights and caches have 16 bits.
 
 `h100-7b` is measured: `saturate profile` on an H100 80GB, and `per_prefill_token_ms` from the throughput of
 128 and 256 streams, since that profile had a point in which a kernel was compiled (0.0242 ms). Sleep, wake
@@ -39,7 +38,7 @@ The arithmetic:
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -50,7 +49,10 @@ BLOCK = 16
 """Tokens of a KV block, as on a GPU."""
 
 REQUEST_MS = 12.0
-"""`request_ms` of the built-in profiles: HTTP, the relay and the engine's process, on two cores."""
+"""`request_ms` where it is not measured: HTTP, the Ingress and the engine's process, on two cores."""
+
+SERIAL_MS = 0.5
+"""`serial_ms` of a learned profile: the measured value of an H100's service."""
 
 MEASURED = "measured on an H100 80GB on 2026-11-27, Qwen2.5-7B with random weights, saturate 0.1.0, vLLM 0.32"
 ESTIMATE = "an estimate, nobody has measured it; `saturate profile` measures yours"
@@ -59,6 +61,45 @@ ESTIMATE = "an estimate, nobody has measured it; `saturate profile` measures you
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(strict=True, ge=1)]
+
+
+class Work(NamedTuple):
+    """The work of a step.
+
+    Attributes:
+        prompt_tokens: Tokens of prompts that it computes.
+        sequences: Sequences that it computes.
+        context: Tokens of context that it reads, of all sequences together.
+    """
+
+    prompt_tokens: float
+    sequences: float
+    context: float
+
+
+class StepLine(NamedTuple):
+    """The time of a step, as a line of its work: the only formula for it. The fields are seconds.
+
+    Attributes:
+        base: Of each step.
+        prompt_token: Per token of a prompt.
+        sequence: Per sequence.
+        context_token: Per token of context that is read.
+    """
+
+    base: float
+    prompt_token: float
+    sequence: float
+    context_token: float
+
+    def seconds(self, work: Work) -> float:
+        """Return the seconds of a step with this work."""
+        return (
+            self.base
+            + self.prompt_token * work.prompt_tokens
+            + self.sequence * work.sequences
+            + self.context_token * work.context
+        )
 
 
 class Profile(BaseModel):
@@ -79,11 +120,6 @@ class Profile(BaseModel):
     per_sequence_ms: NotNegative = Field(description="Milliseconds more for each sequence in the step.")
     per_kv_token_ms: NotNegative = Field(
         description="Milliseconds more for each token of context that the step reads."
-    )
-    hidden_prefill_tokens: Annotated[int, Field(strict=True, ge=0)] = Field(
-        default=0,
-        description="Tokens of prompts in a step that take no time: their computation hides behind the "
-        "reading of the weights.",
     )
     load_s: NotNegative = Field(description="Seconds to load the weights.")
     sleep_s: NotNegative = Field(description="Seconds to fall asleep, with the weights moved to the host.")
@@ -117,11 +153,10 @@ class Profile(BaseModel):
     )
 
     @property
-    def seconds(self) -> tuple[float, float, float, float]:
-        """Times of a step in seconds: base, per token of a prompt, per sequence, per token of context."""
+    def step(self) -> StepLine:
+        """The time of a step."""
         times = self.base_ms, self.per_prefill_token_ms, self.per_sequence_ms, self.per_kv_token_ms
-        base, prefill, sequence, kv = (each / 1e3 for each in times)
-        return base, prefill, sequence, kv
+        return StepLine(*(each / 1e3 for each in times))
 
     @model_validator(mode="after")
     def _one_request_fits(self) -> "Profile":

@@ -21,8 +21,8 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, ModelRunnerOutput
 
-from serve_app.simulation.device import Device, Step
-from serve_app.simulation.profiles import OWN, Profile, read_profile
+from serve_app.simulation.device import Device
+from serve_app.simulation.profiles import OWN, Profile, Work, read_profile
 from serve_app.simulation.sequence import TokenSequence
 
 logger = init_logger(f"vllm.{__name__}")
@@ -196,8 +196,8 @@ class SimulatedExecutor(Executor):  # type: ignore[misc]
             prefill += count if known - computed[request] > 1 else count - 1
             if end >= known:
                 sampled.append(request)
-        step = Step(prefill, len(scheduled.num_scheduled_tokens), context)
-        return _Batch(list(scheduled.num_scheduled_tokens), sampled, self._device.submit(step))
+        work = Work(prefill, len(scheduled.num_scheduled_tokens), context)
+        return _Batch(list(scheduled.num_scheduled_tokens), sampled, self._device.submit(work))
 
     def _sample(self, batch: _Batch, grammar: GrammarOutput | None) -> ModelRunnerOutput:
         allowed = {} if grammar is None else self._allowed(grammar)

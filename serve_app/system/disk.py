@@ -17,7 +17,7 @@ def sync(path: str | Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace the text of a file, or leave it as it was; the file keeps its owner and its permissions.
+    """Write a text to a file, or leave the file as it was; it keeps its owner and its permissions.
 
     Args:
         path: The file, or a symbolic link to it, which stays.
@@ -34,8 +34,12 @@ def replace_text(path: Path, text: str) -> None:
             draft.write(text)
             draft.flush()
             os.fsync(draft.fileno())
-            _keep_owner(file, draft.name)
-            shutil.copymode(file, draft.name)
+            if file.exists():
+                _keep_owner(file, draft.name)
+                shutil.copymode(file, draft.name)
+            else:
+                os.umask(mask := os.umask(0))
+                os.chmod(draft.name, 0o666 & ~mask)
             os.replace(draft.name, file)
         except BaseException:
             with suppress(OSError):

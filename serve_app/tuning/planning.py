@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from batcher.stats import percentiles
-from serve_app.simulation.device import step_time
-from serve_app.simulation.profiles import Profile
+from serve_app.simulation.profiles import Profile, Work
 from serve_app.tuning.goals import METRICS, Goal, Metric
 from serve_app.tuning.twin import Fleet, ReplicaSettings, Request, Routing, Run, closed_loop, open_loop
 from serve_app.tuning.workload import Workload
@@ -87,7 +86,7 @@ def full_rate(profile: Profile, workload: Workload, settings: ReplicaSettings) -
     running = min(settings.sequences, profile.kv_tokens / (prompt + workload.max_tokens))
     begin = min(running / output, settings.max_num_batched_tokens / (computed + output))
     decoding = begin * output
-    return begin / step_time(profile)(begin * computed, decoding, decoding * (prompt + output / 2))
+    return begin / profile.step.seconds(Work(begin * computed, decoding, decoding * (prompt + output / 2)))
 
 
 def expected_latency_s(profile: Profile, workload: Workload, rate: float) -> float:
@@ -102,8 +101,8 @@ def expected_latency_s(profile: Profile, workload: Workload, rate: float) -> flo
     """
     prompt, output = workload.input.expected, workload.output.expected
     computed = workload.computed(round(prompt))
-    base = profile.base_ms / 1e3
-    own = step_time(profile)(computed, output, output * (prompt + output / 2)) - base
+    base = profile.step.base
+    own = profile.step.seconds(Work(computed, output, output * (prompt + output / 2))) - base
     return profile.request_ms / 1e3 + output * base / (1 - min(rate * own, MOST_SHARE)) + own
 
 

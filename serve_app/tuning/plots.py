@@ -1,4 +1,4 @@
-"""Charts: the loads of a tuning, and the points of a profile."""
+"""Charts of the loads of a tuning."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from serve_app.system.extras import extra
-from serve_app.tuning.profiling import Fit, Timing
 from serve_app.tuning.tuner import Tuning
 
 BLUE, RED = "#1f77b4", "#c44e52"
@@ -46,36 +45,6 @@ def draw_tuning(tuning: Tuning, path: Path) -> None:
         axis.set_ylim(0, 3 * goal.bound)
     axes[-1].set_xlabel("clients" if tuning.over == "concurrency" else "requests per second")
     _save(figure, axes, f"{tuning.model}: {tuning.requests}", path)
-
-
-def draw_profile(name: str, observations: Sequence[Timing], fit: Fit, path: Path) -> None:
-    """Draw the points of a profile and its line, in a panel for each kind of point.
-
-    Args:
-        name: Name of the profile.
-        observations: The points.
-        fit: The fit, with the time of the profile for each point.
-        path: The PNG to write, whatever its suffix.
-
-    Raises:
-        OSError: The file can't be written.
-    """
-    pairs = list(zip(observations, fit.predicted, strict=True))
-    contexts = [pair for pair in pairs if "contexts" in pair[0].about]
-    kinds = (
-        ("tokens of a lone prompt", 1, [pair for pair in pairs if pair[0].request]),
-        ("answers at once", 2, [p for p in pairs if not p[0].request and p not in contexts]),
-        ("tokens of context", 3, contexts),
-    )
-    figure, axes = _panels(len(kinds))
-    for (label, place, points), axis in zip(kinds, axes, strict=True):
-        x = [each[place] for each, _ in points]
-        axis.plot(x, [each.milliseconds for each, _ in points], "o", color=BLUE, label="measured")
-        axis.plot(x, [predicted for _, predicted in points], "-", color=RED, label="profile")
-        axis.set_xlabel(label)
-        axis.set_ylabel("ms")
-        axis.set_ylim(0, 1.1 * axis.get_ylim()[1])
-    _save(figure, axes, f"{name}: R² {fit.r2:.4f}, largest difference {fit.largest_error:.1%}", path)
 
 
 def _panels(count: int, sharex: bool = False) -> tuple[Any, list[Any]]:

@@ -4,7 +4,7 @@ import math
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import httpx
@@ -12,6 +12,7 @@ import httpx
 from serve_app.api.protocol import JSON
 from serve_app.api.validation import FEW, suggestion
 from serve_app.client import AsyncClient, ServiceError
+from serve_app.stats import SchedulerFigures
 from serve_app.tuning.goals import Metric
 
 TOKENS = range(33, 127)
@@ -48,6 +49,7 @@ class ModelFacts:
         sleep_s: Seconds that falling asleep took the last time; 0: the model has not slept.
         wake_s: Seconds that waking up took the last time.
         names: Ids of the replicas.
+        scheduler: The scheduler of the replica that has learned from the most steps; None: vLLM's own.
     """
 
     model: str
@@ -62,6 +64,7 @@ class ModelFacts:
     sleep_s: float = 0.0
     wake_s: float = 0.0
     names: frozenset[str] = frozenset()
+    scheduler: SchedulerFigures | None = None
 
 
 class LoadRequest(NamedTuple):
@@ -69,7 +72,7 @@ class LoadRequest(NamedTuple):
 
     Attributes:
         path: URL path.
-        body: Body; with `continuous_usage_stats`, the time of each piece of the answer is kept.
+        body: Body.
         tokens: Most tokens of the answer.
     """
 
@@ -88,7 +91,6 @@ class LoadAnswer:
         first_at: When the first token came; None: not yet.
         ended_at: When the last token came; None: not yet.
         failed: The answer was an error, had no token, or broke off.
-        pieces: Time of each piece, and the tokens until then; only where the body asks for them.
     """
 
     sent_at: float
@@ -96,7 +98,6 @@ class LoadAnswer:
     first_at: float | None = None
     ended_at: float | None = None
     failed: bool = False
-    pieces: list[tuple[float, int]] = field(default_factory=list)
 
     @property
     def ttft_s(self) -> float:
@@ -212,6 +213,11 @@ class Service:
             sleep_s=first.turn.sleep_s if first.turn else 0.0,
             wake_s=first.turn.wake_s if first.turn else 0.0,
             names=frozenset(replica.replica or "" for replica in report.replicas),
+            scheduler=max(
+                (each.scheduler for each in report.replicas if each.scheduler),
+                key=lambda each: each.steps,
+                default=None,
+            ),
         )
 
     async def first_answer(self, model: str) -> None:
@@ -233,13 +239,6 @@ class Service:
         """
         http = self._pool().http
         self._in_flight += 1
-        pieces = "continuous_usage_stats" in ask.body.get("stream_options", {})
-
-        async def sent(event: str, info: object) -> None:
-            # Requests of a burst leave one after the other.
-            if pieces and event == "http11.send_request_body.complete":
-                answer.sent_at = self.clock()
-
         try:
             async with http.stream(
                 "POST",
@@ -247,12 +246,11 @@ class Service:
                 json=ask.body,
                 # The pieces of an answer are looked at as they come.
                 headers={"accept-encoding": "identity"},
-                extensions={"trace": sent},
             ) as response:
                 if response.status_code != 200:
                     await response.aread()
                     raise self._client.refusal(response)
-                await self._read(response, answer, pieces)
+                await self._read(response, answer)
         except httpx.HTTPError as error:
             answer.failed, answer.ended_at = True, self.clock()
             raise self._client.unreachable(error) from None
@@ -262,7 +260,7 @@ class Service:
         finally:
             self._in_flight -= 1
 
-    async def _read(self, response: httpx.Response, answer: LoadAnswer, pieces: bool) -> None:
+    async def _read(self, response: httpx.Response, answer: LoadAnswer) -> None:
         """Read an answer to its end."""
         tail = b""
         async for piece in response.aiter_raw():
@@ -270,10 +268,6 @@ class Service:
             if answer.first_at is None and b'"choices":' in piece:
                 answer.first_at = now
             tail = (tail + piece)[-TAIL:]
-            if pieces and (found := USAGE.findall(tail)):
-                tokens = int(found[-1])
-                if tokens > (answer.pieces[-1][1] if answer.pieces else 0):
-                    answer.pieces.append((now, tokens))
         answer.ended_at = self.clock()
         if failure := ERROR.search(tail):
             message = failure[1].decode(errors="replace")

@@ -17,8 +17,7 @@ from typing import Literal
 
 from serve_app.engine.vllm.scheduler import LATE_STEPS, LIVE_S, SPREAD, STEPS_TO_FIRST, TRICKLE
 from serve_app.ingress.replica_choice import AHEAD, SLACK_TOKENS
-from serve_app.simulation.device import step_time
-from serve_app.simulation.profiles import Profile
+from serve_app.simulation.profiles import Profile, Work
 from serve_app.tuning.workload import Arrival, Draw, Workload
 
 IDLE = math.inf
@@ -169,8 +168,7 @@ class Replica:
         workload: Workload,
         rows: Iterator[Request] | None = None,
     ) -> None:
-        self._time = step_time(profile)
-        self._base, self._per_prefill, self._per_sequence, self._per_kv = profile.seconds
+        self._line = profile.step
         self._early_s = EARLY_S if settings.live_first else math.inf
         self._lag = profile.async_scheduling
         if not self._lag:
@@ -242,12 +240,12 @@ class Replica:
             return
         began = now = self.ends_at
         context, decoding, last = self._context, self._decoding, self._end_steps[0]
-        per_step = self._base + self._per_sequence * decoding
+        per_step = self._line.seconds(Work(0, decoding, 0))
         step = self._step
         while step < last and now <= until:
             context += decoding
             step += 1
-            now += per_step + self._per_kv * context
+            now += per_step + self._line.context_token * context
         self.row_tokens += self._decoding_rows * (step - self._step)
         self.busy_s += now - began
         if step > self._step:
@@ -402,7 +400,7 @@ class Replica:
                 return
         running = self._decoding + sequences
         self.most_running = max(self.most_running, running)
-        took = self._time(prompts, running, self._context + read)
+        took = self._line.seconds(Work(prompts, running, self._context + read))
         self.busy_s += took
         self.ends_at = now + took
 
@@ -449,11 +447,12 @@ class Replica:
 
     def _row_space(self, live_prompts: int, now: float) -> int:
         """Return the prompt tokens of rows that the step may have, as `LiveFirst` bounds them."""
-        if now >= self._live_until or not self._per_prefill:
+        per_prompt = self._line.prompt_token
+        if now >= self._live_until or not per_prompt:
             return self._budget
-        decodes_s = self._time(0, self._decoding, self._context)
-        usual_s = decodes_s + max(decodes_s, SPREAD * self._usual * self._per_prefill)
-        space = (min(usual_s, self._bound_s) - decodes_s) / self._per_prefill - live_prompts
+        decodes_s = self._line.seconds(Work(0, self._decoding, self._context))
+        usual_s = decodes_s + max(decodes_s, SPREAD * self._usual * per_prompt)
+        space = (min(usual_s, self._bound_s) - decodes_s) / per_prompt - live_prompts
         return max(TRICKLE, int(space))
 
 

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from serve_app.engine.steps import StepTimes, Work
+from serve_app.engine.steps import StepTimes
 from serve_app.engine.vllm.held_tokens import HeldTokens
 from serve_app.engine.vllm.seams import SEAMS
+from serve_app.simulation.profiles import Work
 
 GOALS = "saturate_goals"
 """Key of a live request's goals in the `extra_args` of its sampling parameters, which vLLM has for plugins.
@@ -303,9 +304,12 @@ class LiveFirst:
         - `displaced`: Rows that were preempted for live requests.
         - `malformed`: Requests with goals that are none.
         - `base_us`, `prompt_token_ns`, `sequence_ns`, `context_token_ps`: The times of `StepTimes`.
+        - `steps`, `error_ppm`: The steps that it has learned from, and its mean relative error.
         """
-        base, prompt, sequence, context = self.times.seconds
+        base, prompt, sequence, context = self.times.line
         learned = {
+            "steps": self.times.steps,
+            "error_ppm": self.times.error * 1e6,
             "base_us": base * 1e6,
             "prompt_token_ns": prompt * 1e9,
             "sequence_ns": sequence * 1e9,

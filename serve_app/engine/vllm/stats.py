@@ -166,6 +166,8 @@ def scheduler_figures(figures: Mapping[str, int]) -> SchedulerFigures:
         left_out=figures["left_out"],
         displaced=figures["displaced"],
         malformed=figures["malformed"],
+        steps=figures["steps"],
+        step_error=figures["error_ppm"] / 1e6,
         step_s=StepSeconds(
             base=figures["base_us"] / 1e6,
             prompt_token=figures["prompt_token_ns"] / 1e9,

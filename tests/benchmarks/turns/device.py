@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from serve_app.settings.turns import ShareSettings
-from serve_app.simulation.device import step_time
-from serve_app.simulation.profiles import Profile
+from serve_app.simulation.profiles import Profile, Work
 from serve_app.turns.rota import Entry, State, follow
 
 LOOK_S = 0.1
@@ -82,7 +81,7 @@ class Engine:
             prefill += self.queue[0].prompt
             self.running.append(self.queue.popleft())
         context = sum(one.prompt + one.made for one in self.running)
-        ends = now + slowdown * step_time(profile)(prefill, len(self.running), context)
+        ends = now + slowdown * profile.step.seconds(Work(prefill, len(self.running), context))
         for one in self.running:
             one.first_at = one.first_at or ends
             one.made += 1

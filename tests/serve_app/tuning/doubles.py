@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx
 
-from serve_app.simulation.device import step_time
-from serve_app.simulation.profiles import Profile
+from serve_app.engine.steps import StepTimes
+from serve_app.simulation.profiles import Profile, Work
 from serve_app.tuning.twin import ReplicaSettings, Request
 
 NUMBERS: dict[str, Any] = {
@@ -117,7 +117,7 @@ def one_by_one(
             if one.left:
                 break
             firsts.append(one)
-        ends = now + step_time(device)(prefill, count + len(decoding), context)
+        ends = now + device.step.seconds(Work(prefill, count + len(decoding), context))
         while coming and coming[0][0] < ends:
             _, request = coming.popleft()
             queue.append(request)
@@ -168,8 +168,7 @@ class VirtualEngine(httpx.AsyncBaseTransport):
         now: The clock.
         bodies: Bodies of the requests for answers.
         facts: The fields of `/stats` about the batcher, of those that differ.
-        others: Requests of others, which `/stats` counts after `others_after` looks.
-        replicas: Replicas in `/stats`.
+        times: The times of steps that it has learned.
         noise: Factors of the time of steps, in turn.
     """
 
@@ -178,14 +177,11 @@ class VirtualEngine(httpx.AsyncBaseTransport):
         self.now = 0.0
         self.bodies: list[dict[str, Any]] = []
         self.facts: dict[str, Any] = {}
-        self.others = 0
-        self.others_after = 1
-        self.replicas = 1
+        self.times = StepTimes()
         self.noise = noise
         self._steps = 0
         self._jobs: list[Job] = []
         self._task: asyncio.Task[None] | None = None
-        self._looks = 0
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         match request.url.path:
@@ -207,18 +203,21 @@ class VirtualEngine(httpx.AsyncBaseTransport):
                 return httpx.Response(200, stream=_Events(job))
 
     def _stats(self) -> dict[str, Any]:
-        self._looks += 1
-        submitted = len(self.bodies) + (self.others if self._looks > self.others_after else 0)
         batcher = {
             "capacity": self.device.kv_tokens,
             "max_running": self.device.max_num_seqs,
             "running": 0,
             "queue_depth": 0,
-            "total_submitted": submitted,
+            "total_submitted": len(self.bodies),
         }
         replica = {"batcher": batcher | self.facts, "load_s": 9.0}
         replica["max_num_batched_tokens"] = self.device.max_num_batched_tokens
-        return {"models": {"m": {"replicas": [replica] * self.replicas}}}
+        replica["scheduler"] = {
+            "steps": self.times.steps,
+            "step_error": self.times.error,
+            "step_s": self.times.line._asdict(),
+        }
+        return {"models": {"m": {"replicas": [replica]}}}
 
     async def _run(self) -> None:
         while self._jobs:
@@ -245,8 +244,10 @@ class VirtualEngine(httpx.AsyncBaseTransport):
                 prefill += chunk
                 context += job.prompt - job.left
                 computed.append(job)
-        seconds = step_time(device)(prefill, len(decoding) + len(computed), context)
-        self.now += seconds * self.noise[self._steps % len(self.noise)]
+        work = Work(prefill, len(decoding) + len(computed), context)
+        seconds = device.step.seconds(work) * self.noise[self._steps % len(self.noise)]
+        self.now += seconds
+        self.times.learn(work, seconds)
         self._steps += 1
         for job in [*decoding, *(job for job in computed if not job.left)]:
             job.made += 1

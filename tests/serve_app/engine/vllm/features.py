@@ -17,7 +17,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, KVConnectorOutput
 
-from serve_app.simulation.device import Device, Step, step_time
+from serve_app.simulation.device import Device
+from serve_app.simulation.profiles import Work
 from serve_app.simulation.vllm_executor import SimulatedExecutor
 from tests.fakes.clock import Clock
 from tests.serve_app.simulation.virtual_engine import VirtualEngine
@@ -180,8 +181,8 @@ class Pipeline(Device):
         super().__init__(*arguments)
         self._ends_at = [0.0] * STAGES
 
-    def submit(self, step: Step) -> float:
-        share, at = step_time(self.profile)(*step) / STAGES, self._clock()
+    def submit(self, work: Work) -> float:
+        share, at = self.profile.step.seconds(work) / STAGES, self._clock()
         for stage in range(STAGES):
             self._ends_at[stage] = at = max(at, self._ends_at[stage]) + share
         return at
@@ -219,7 +220,7 @@ class Images(SimulatedExecutor):
             for item in items
         )
         batch = super()._submit(scheduled)
-        self._device._free_at += self._device.profile.seconds[1] * encoded
+        self._device._free_at += self._device.profile.step.prompt_token * encoded
         return batch._replace(ends_at=self._device._free_at)
 
 

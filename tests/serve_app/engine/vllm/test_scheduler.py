@@ -17,7 +17,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from serve_app.engine.vllm.scheduler import AGING_S, GOALS, LEAST_HOLD_S, LiveFirst, take_figures
 from serve_app.engine.vllm.stats import scheduler_figures
+from serve_app.simulation.profiles import PROFILES, Work
 from serve_app.simulation.vllm_executor import SimulatedExecutor
+from serve_app.tuning.profiling import ANSWER, WAVES
 from tests.serve_app.engine.vllm.features import (
     DRAFTS,
     STAGES,
@@ -273,7 +275,7 @@ def test_the_time_of_a_step_is_that_of_one_stage(ahead: bool) -> None:
         go_on(engine, 1.0)
         engine.add("live", prompt(99, 50), 30, extra_args={GOALS: (0.0, 0.3)})
         engine.run()
-        base, per_prompt_token, *_ = engine.scheduler.times.seconds
+        base, per_prompt_token, *_ = engine.scheduler.times.line
         assert base == pytest.approx(0.05 / STAGES, rel=0.03)
         assert per_prompt_token == pytest.approx(0.00025 / STAGES, rel=0.05)
         # Rows in another stage aren't in the step anyway, and count as nothing in it.
@@ -515,3 +517,20 @@ def test_nothing_is_lost_and_each_answer_is_as_if_it_were_alone(
         assert [engine.tokens[name] for name in names] == alone
         assert not engine.scheduler.running
         assert engine.scheduler.kv_cache_manager.usage == 0.0
+
+
+@pytest.mark.parametrize("device", ["l4-7b", "h100-7b"])
+def test_the_requests_of_a_profile_teach_all_four_times(start: Start, device: str) -> None:
+    profile = PROFILES[device]
+    engine = start(**profile.model_dump(exclude={"load_s"}))
+    for wave, (count, tokens) in enumerate(WAVES):
+        for number in range(count):
+            engine.add(f"{wave} {number}", prompt(1000 * wave + number, tokens), ANSWER)
+        engine.run()
+    line = engine.scheduler.times.line
+    assert engine.scheduler.times.error < 0.05
+    for sequences in (1, 32, 256):
+        for prompts in (0, 512, 2048):
+            for context in (64 * sequences, 1024 * sequences):
+                work = Work(prompts, sequences, context)
+                assert line.seconds(work) == pytest.approx(profile.step.seconds(work), rel=0.05)
