@@ -32,6 +32,9 @@ EMPTY = "prompt cannot be empty"
 FILLED = "(parameter=max_tokens, value=0)"
 """Words of vLLM's error about a length of 0."""
 
+NO_FILE = "Cannot load local files"
+"""Words of vLLM's error about media whose URL is that of a file."""
+
 OTHER_REQUEST = re.compile(r"\d+ validation errors? for \w+\n(?:.*\.)?(.*)\n  (.*?) \[type=")
 """Words of pydantic where vLLM has made a request of another one: the field, and the reason."""
 
@@ -125,6 +128,9 @@ def refusal(job: Job, status: int, reason: str, param: str | None = None) -> Req
         reason = f"The prompt fills this model's {CONTEXT}, and no token is left for an answer; shorten it"
     elif EMPTY in reason and (empty := _empty_text(job.request.body)):
         reason, param = f"{empty}: the text is empty", empty
+    elif NO_FILE in reason:
+        status, param = 400, job.facts.media or None
+        reason = "A file of the server is not read; send a `data:` URL, or the URL of an allowed host"
     elif other := OTHER_REQUEST.match(reason):
         reason = f"{other[1]}: {other[2]}"
     # vLLM can't do what the request asks for (501).

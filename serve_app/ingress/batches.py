@@ -58,7 +58,7 @@ class Forward:
     """
 
     def __init__(self, handle: DeploymentHandle[Any], running: Callable[[], Awaitable[int]]) -> None:
-        self._relay = Engines(handle, running)
+        self._engines = Engines(handle, running)
         self._put = handle.options(method_name="put", _by_reference=False, request_serialization="pickle")
         self._handle = handle
         self._running = running
@@ -87,7 +87,7 @@ class Forward:
         relayed = RelayRequest(request.method, path, query, headers, body, scheduling, upload=upload)
         # A request that changes something is not repeated: it may be done already.
         tries = TRIES if request.method == "GET" else 1
-        call = EngineCall(self._relay.ask, relayed, tries=tries)
+        call = EngineCall(self._engines.ask, relayed, tries=tries)
         return _UploadResponse(call, request, self._put) if upload else EngineResponse(call)
 
     async def stats(self) -> JSON:

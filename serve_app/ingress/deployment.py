@@ -85,7 +85,7 @@ class Ingress:
         profiles = {model.id: profile for model in settings.models if (profile := model.profile)}
         self._own = Health(context.app_name, list(self._engines), profiles)
         self._health = Health(engines_app, list(self._engines), profiles) if engines_app else self._own
-        self._relays = {
+        self._engines_of = {
             model: Engines(handle, partial(self._health.running, model))
             for model, handle in self._engines.items()
         }
@@ -116,10 +116,10 @@ class Ingress:
             # The router tries one after the other: the most frequent ones go first. Other routes of vLLM's
             # application, its administration above all, can't be reached.
             routes=[
-                *(Route(path, self._relay, methods=["POST"]) for path in OPENAI[:2]),
-                Route(GENERATE, self._relay, methods=["POST"]),
+                *(Route(path, self._answer, methods=["POST"]) for path in OPENAI[:2]),
+                Route(GENERATE, self._answer, methods=["POST"]),
                 *self._status.routes(),
-                Route(PROCESS, self._relay, methods=["POST"]),
+                Route(PROCESS, self._answer, methods=["POST"]),
                 Route("/metrics", _no_metrics),
                 Route(VERSION, self._versions),
                 Route(DOCUMENT, self._describe),
@@ -128,8 +128,8 @@ class Ingress:
                 Route("/v1/models", self._list_models),
                 Route("/v1/models/{model:path}", self._model),
                 *self._admin.routes(),
-                *(Route(path, self._relay, methods=["POST"]) for path in OPENAI[2:]),
-                *(Route(path, self._relay, methods=["POST"]) for path in TOKENIZING),
+                *(Route(path, self._answer, methods=["POST"]) for path in OPENAI[2:]),
+                *(Route(path, self._answer, methods=["POST"]) for path in TOKENIZING),
                 *(
                     Route(path, self._forward, methods=list(methods))
                     for path, methods in batches.ROUTES.items()
@@ -195,14 +195,14 @@ class Ingress:
         await self._models.learn(name)
         return JSONResponse(await self._models.card(name, context_of(request.scope).models))
 
-    async def _relay(self, request: Request) -> Response:
+    async def _answer(self, request: Request) -> Response:
         """Answer a request of a model's route."""
         limits = self._settings.ingress
         body = await read_body(request, limits)
         path = path_of(request.scope)
         content_type, stated = request.headers.get("content-type", ""), request.query_params.get("model", "")
-        call = partial(read, body, path, limits, content_type=content_type, model=stated)
-        facts, body = await look(len(body), call)
+        reading = partial(read, body, path, limits, content_type=content_type, model=stated)
+        facts, body = await look(len(body), reading)
         path = MOVED.get(path, path)
         context = context_of(request.scope)
         await self._models.learn(facts.model)
@@ -229,7 +229,9 @@ class Ingress:
         )
         keep_alive = path in {GENERATE, PROCESS} and KEEP_ALIVE in request.headers
         died = partial(self._lost_calls.add, chosen)
-        return EngineResponse(EngineCall(self._relays[chosen].ask, relayed, died=died), keep_alive=keep_alive)
+        return EngineResponse(
+            EngineCall(self._engines_of[chosen].ask, relayed, died=died), keep_alive=keep_alive
+        )
 
 
 async def _not_stored(request: Request) -> Response:

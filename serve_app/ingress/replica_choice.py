@@ -26,7 +26,11 @@ CROWD = 4
 """Requests of all callers that may share a prefix on one replica while another has half of its load."""
 
 AHEAD = 0.125
-"""Share of the slack by which the first replica for a new prefix may be ahead of the second."""
+"""Share of the slack by which the first replica for a new prefix may be ahead of the second.
+
+Always the first, a simulated fleet of 8 replicas with 256 prefixes makes 6% fewer tokens/s, with one Ingress
+or several; always the lesser, 4 replicas behind 4 Ingresses make 4% fewer.
+"""
 
 MAX_CHUNKS = 262_144
 """Most hashes of all replicas together: about 64 MB."""

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 from serve_app.api.errors import RequestError
-from serve_app.api.facts import inspect
 from serve_app.ingress.body import LARGE_BYTES
 from serve_app.settings.ingress import IngressSettings
 from tests.benchmarks import command
+from tests.serve_app.inspected import inspect
 
 SIZES = {"350 B": 230, "26 KB": 26_000, "520 KB": 520_000, "32 MB": 32 << 20}
 WORDS = 'Well, it is so, as it was; the answer was "yes".\n'

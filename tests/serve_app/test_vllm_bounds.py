@@ -19,8 +19,9 @@ from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 
 from serve_app.api.errors import RequestError
-from serve_app.api.facts import BOUNDS, MOST_ANSWERS, inspect
+from serve_app.api.facts import BOUNDS, MOST_ANSWERS
 from serve_app.settings.ingress import IngressSettings
+from tests.serve_app.inspected import inspect
 
 LIMITS = IngressSettings()
 EOS = 2000

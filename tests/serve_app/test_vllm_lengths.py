@@ -19,9 +19,10 @@ from vllm.entrypoints.speech_to_text.transcription.protocol import Transcription
 from vllm.exceptions import VLLMClientError
 
 from serve_app.api.errors import RequestError
-from serve_app.api.facts import LENGTHS, inspect
+from serve_app.api.facts import LENGTHS
 from serve_app.api.routes import CHAT_BATCH
 from serve_app.settings.ingress import IngressSettings
+from tests.serve_app.inspected import inspect
 
 CONTEXT = 4096
 PROMPT = 3

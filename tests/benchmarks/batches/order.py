@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from pydantic_core import to_json
 
-from serve_app.api.facts import inspect
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.dataset.formats import numbered
@@ -40,6 +39,7 @@ from serve_app.stats import ReplicaStats
 from tests.benchmarks import command
 from tests.benchmarks.command import positive
 from tests.benchmarks.measuring import Row, Table, progress
+from tests.serve_app.inspected import inspect
 from tests.serve_app.jobs.helpers import limits_of
 
 if TYPE_CHECKING:

@@ -43,7 +43,6 @@ from serve_app.api.facts import (
     Facts,
     PickledByName,
     facts_of_call,
-    inspect,
     prefix_hashes,
     read,
 )
@@ -60,6 +59,7 @@ from serve_app.api.routes import (
 )
 from serve_app.settings.ingress import IngressSettings
 from tests.progress import run
+from tests.serve_app.inspected import inspect
 
 CHAT = "/v1/chat/completions"
 SPEECH = "/v1/audio/transcriptions"

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from serve_app.api.errors import RequestError, type_of
 from serve_app.engine.job import Job, current, set_current
-from serve_app.engine.openai import too_many_ids
+from serve_app.engine.openai import NO_FILE, too_many_ids
 from serve_app.wire.usage import Tokens
 from tests.batcher.virtual import blocked, virtual
 from tests.serve_app.engine.engine_doubles import REQUEST, PlayedReplica, failing, new_job
@@ -183,6 +183,16 @@ async def test_a_mistake_in_another_request_is_told_by_its_field() -> None:
     app = telling(json.dumps({"error": {"message": reason}}).encode(), ran=False, head=[], status=400)
     _, body = await answer(PlayedReplica(app))
     assert body["error"]["message"] == "name: Input should be a string"
+
+
+@virtual
+async def test_media_by_the_url_of_a_file_are_a_400() -> None:
+    event = json.dumps({"error": {"message": f"{NO_FILE} without `--allowed-local-media-path`."}}).encode()
+    app = telling(event, ran=False, head=[], status=500)
+    job = new_job(facts={"media": "image_url"})
+    status, body = await answer(PlayedReplica(app), job)
+    assert (status, body["error"]["param"]) == (400, "image_url")
+    assert "data:" in body["error"]["message"]
 
 
 @virtual

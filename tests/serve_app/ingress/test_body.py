@@ -18,7 +18,6 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from serve_app.api.errors import RequestError, error_response
-from serve_app.api.facts import inspect
 from serve_app.ingress.body import (
     LARGE_BYTES,
     SMALL,
@@ -38,6 +37,7 @@ from tests.serve_app.ingress.engine_doubles import (
     application,
     health,
 )
+from tests.serve_app.inspected import inspect
 
 __all__ = ["health"]
 

@@ -8,7 +8,6 @@ from typing import Any
 import httpx
 import pytest
 
-from serve_app.api.facts import inspect
 from serve_app.api.routes import CHAT_BATCH
 from serve_app.auth.keys import hash_key
 from serve_app.ingress.deployment import Ingress
@@ -25,6 +24,7 @@ from tests.serve_app.ingress.engine_doubles import (
     echo,
     health,
 )
+from tests.serve_app.inspected import inspect
 
 __all__ = ["health"]
 

@@ -14,7 +14,6 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import ReplicaUnavailableError
 
 from serve_app.api.errors import EngineLostError, RequestError, engine_failed
-from serve_app.api.facts import inspect
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import TIER_PRIORITY, Scheduling
 from serve_app.auth.key_store import KeyStore
@@ -40,6 +39,7 @@ from tests.fakes.clock import Clock
 from tests.progress import STILL_S
 from tests.serve_app.answers import END, complete, message, refused
 from tests.serve_app.ingress.engine_doubles import CHAT, PLAIN, Engine, answer, health
+from tests.serve_app.inspected import inspect
 
 __all__ = ["health"]
 

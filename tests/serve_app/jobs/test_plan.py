@@ -10,7 +10,7 @@ from uuid import uuid4
 import pytest
 from pydantic_core import from_json, to_json
 
-from serve_app.api.facts import inspect, prefix_of
+from serve_app.api.facts import prefix_of
 from serve_app.api.protocol import JSON
 from serve_app.jobs.content import Content, Contents
 from serve_app.jobs.errors import ContentLostError
@@ -20,6 +20,7 @@ from serve_app.jobs.plan import InputLine, RowPlan, plan_id, plan_of, read_lines
 from serve_app.jobs.rows import Row, answered
 from serve_app.jobs.storage import close, give_up
 from serve_app.settings.ingress import IngressSettings
+from tests.serve_app.inspected import inspect
 from tests.serve_app.jobs.helpers import CHAT, NOW, batch_of, limits_of, opened, put, row, text_of
 
 

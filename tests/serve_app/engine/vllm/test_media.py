@@ -20,6 +20,7 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 from vllm.exceptions import VLLMClientError
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
 
+from serve_app.engine.openai import NO_FILE
 from serve_app.engine.vllm.options import NO_HOST
 from tests.progress import STILL_S
 
@@ -179,8 +180,20 @@ async def test_no_way_to_write_a_url_leads_elsewhere(
 
 
 async def test_no_file_is_read(connection: HTTPConnection) -> None:
-    with pytest.raises(RuntimeError, match="Cannot load local files"):
+    # `serve_app.engine.openai.refusal` makes a 400 of it.
+    with pytest.raises(RuntimeError, match=NO_FILE):
         await connector(connection, HOST).fetch_image_async("file:///etc/passwd")
+
+
+@pytest.mark.parametrize("method", ["fetch_image_async", "fetch_video_async"])
+@pytest.mark.parametrize("content", ["", ",", "image/png,x", "image/png;base64,%", "image/png;base64,AAAA"])
+async def test_broken_content_is_a_mistake_of_the_request(
+    connection: HTTPConnection, method: str, content: str
+) -> None:
+    with pytest.raises((ValueError, NotImplementedError)) as caught:
+        await getattr(connector(connection), method)(f"data:{content}")
+    # vLLM's 501 is a 400 of the service.
+    assert create_error_response(caught.value).error.code in (400, 501)
 
 
 async def test_content_in_the_request_itself_needs_no_host(connection: HTTPConnection) -> None:
