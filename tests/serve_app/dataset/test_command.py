@@ -611,7 +611,7 @@ def test_a_broken_file_stops_before_a_row_is_sent(
     tmp_path: Path, url: str, service: FakeService, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "in").mkdir()
-    write(tmp_path / "in" / "a.jsonl", 30)
+    write(tmp_path / "in" / "a.jsonl", 200)
     (tmp_path / "in" / "b.csv").write_text('prompt\na\n"b\n')
     assert batch(tmp_path / "in", tmp_path / "out.jsonl", "--url", url) == 2
     assert capsys.readouterr().err == "error: b.csv, line 3: unexpected end of data\n"
