@@ -484,6 +484,29 @@ async def test_a_tenant_is_charged_for_what_it_used() -> None:
 
 
 @virtual
+async def test_cancelling_what_was_submitted_frees_its_place() -> None:
+    async with continuous_batcher(10) as batcher:
+        ran = []
+
+        async def hold(record: str) -> None:
+            ran.append(record)
+            await asyncio.sleep(100)
+
+        running = await batcher.submit(hold, "running", 10)
+        waiting = await batcher.submit(hold, "waiting", 10)
+        unstarted = await batcher.submit(hold, "unstarted", 10)
+        unstarted.cancel()
+        await blocked()
+        waiting.cancel()
+        await blocked()
+        running.cancel()
+        await blocked()
+        assert ran == ["running"]
+        assert batcher.stats.total_cancelled == 3
+        check_empty(batcher)
+
+
+@virtual
 async def test_a_submit_that_is_cancelled_leaves_no_error_behind() -> None:
     reports: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reports.append(context))
