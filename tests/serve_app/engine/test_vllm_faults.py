@@ -108,12 +108,19 @@ class Service:
             yield each if isinstance(each, RequestOutput) else each()
 
 
+@pytest.fixture(scope="module")
+def played() -> Application:
+    return Application(DEMO_MODEL, ("generate",), runner="generate")
+
+
 @pytest.fixture
 async def service(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    played: Application, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> AsyncIterator[Service]:
-    application = Application(DEMO_MODEL, ("generate",), runner="generate")
-    llm: Any = application.llm
+    application, llm = played, played.llm
+    # Each start puts its own bound around them.
+    for name in ("_tokenize_prompt", "_tokenize_prompt_async"):
+        monkeypatch.setattr(llm.renderer, name, getattr(llm.renderer, name))
     llm.input_processor = SimpleNamespace(vllm_config=llm.vllm_config, tokenizer=None)
     llm.output_processor = SimpleNamespace(external_req_ids={}, request_states={})
     monkeypatch.setattr(AsyncLLM, "errored", property(lambda _: False))
