@@ -434,7 +434,6 @@ class BatchRunner:
             try:
                 limits = self._rules.common
                 await asyncio.to_thread(remove_expired, self._store, self._content, self._now(), limits)
-                await asyncio.to_thread(self._store.shrink)
             except (OSError, DatabaseError) as error:
                 logger.error("expired files and batches can't be deleted: %s", error)
             await asyncio.sleep(TIDY_S)

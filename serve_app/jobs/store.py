@@ -370,10 +370,6 @@ class Store:
         """Yield the lines of the output or of the error file of an open batch, in the order of its input."""
         return RESULTS.texts(self._database, id, is_error)
 
-    def shrink(self) -> None:
-        """Return the space of removed results to the disk."""
-        self._database.shrink()
-
     def _transaction(self) -> AbstractContextManager[Connection]:
         return self._database.transaction()
 

@@ -33,9 +33,6 @@ OWNERS = sa.Table(
 CONNECTIONS = 4
 """Most connections of a process to one database."""
 
-SHRUNK_PAGES = 2000
-"""Pages of SQLite that one transaction returns to the disk; other transactions wait meanwhile."""
-
 CONNECT_S = 10
 
 SILENCE_MS = 25_000
@@ -130,21 +127,6 @@ class Database:
         """Raise a FencedError if another process has taken over."""
         rows = self.rows(self._owner)
         self._check(rows[0]["epoch"] if rows else None)
-
-    def shrink(self) -> None:
-        """Return the space of deleted rows to the disk; PostgreSQL does so by itself."""
-        before, left = -1, self._free_pages()
-        while left and left != before:
-            with self.transaction() as connection:
-                # SQLAlchemy expects no rows of a pragma; each row of this one, which is empty, frees a page.
-                raw: Any = connection.connection.dbapi_connection
-                raw.execute(f"PRAGMA incremental_vacuum({SHRUNK_PAGES})").fetchall()
-            before, left = left, self._free_pages()
-
-    def _free_pages(self) -> int:
-        if self._engine.dialect.name != "sqlite":
-            return 0
-        return int(self.rows(sa.text("PRAGMA freelist_count"))[0]["freelist_count"])
 
     def close(self) -> None:
         """Close the connections."""
@@ -264,9 +246,6 @@ def _sqlite(path: Path) -> tuple[sa.Engine, str]:
 
     @sa.event.listens_for(engine, "connect")
     def prepare(connection: Any, _: object) -> None:
-        if not path.stat().st_size:
-            # `incremental_vacuum` gives the space of deleted rows back.
-            connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
         connection.execute(f"PRAGMA journal_mode = {mode}")
         # Each commit is synced; by default, WAL may lose the last commits when the power fails.
         connection.execute("PRAGMA synchronous = EXTRA")
