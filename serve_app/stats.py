@@ -127,7 +127,7 @@ class SchedulerFigures(StatsPart):
 
     @property
     def least_s(self) -> float:
-        """The shortest goal that can be met, in seconds: two steps of one sequence; 0: not known yet."""
+        """The least goal that one stage can meet, in seconds: two steps of a sequence; 0: not known yet."""
         return 2 * (self.step_s.base + self.step_s.sequence)
 
 
@@ -215,7 +215,7 @@ class QuotasStats(StatsPart):
 
     holders: int = Field(default=0, description="Replicas that report their usage.")
     limits: dict[str, dict[str, LimitStats]] = Field(
-        default_factory=dict, description="By `key:NAME` or `tenant:NAME`, and by name of the limit."
+        default_factory=dict, description="By `key NAME` or `tenant NAME`, and by name of the limit."
     )
     error: str = Field(default="", description="Why the statistics are missing, if they are.")
 

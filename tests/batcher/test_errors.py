@@ -45,6 +45,11 @@ class CodedError(Exception):
         self.code = code
 
 
+class WordyError(Exception):
+    def __init__(self, text: str) -> None:
+        super().__init__(f"error: {text}")
+
+
 def raised(error: BaseException) -> BaseException:
     try:
         raise error from KeyError("cause")
@@ -93,6 +98,12 @@ def test_an_error_that_can_not_be_copied_is_the_cause() -> None:
     twin = separate(error)
     assert isinstance(twin, Aborted)
     assert (str(twin), twin.__cause__) == ("Picky: code 5", error)
+
+
+def test_an_error_whose_copy_has_another_text_is_the_cause() -> None:
+    error = WordyError("x")
+    twin = separate(error)
+    assert (type(twin), str(twin), twin.__cause__) == (Aborted, "WordyError: error: x", error)
 
 
 class UnprintableError(Picky):
