@@ -109,6 +109,7 @@ def main() -> None:
         try:
             answer = asyncio.run(measure(Task(**json.loads(line))))
         except Exception as error:
+            # The command tells it.
             answer = {"failure": f"{type(error).__name__}: {error}".strip().splitlines()[-1]}
         answers.write(f"{json.dumps(answer)}\n")
         answers.flush()

@@ -24,9 +24,10 @@ def bench(model: str = "m", over: Axis = "concurrency", url: str = "http://there
 
 
 async def test_the_child_measures_loads_with_the_benchmark_of_vllm() -> None:
+    before = set(psutil.Process().children())
     async with streaming_server() as server, bench(url=server.url, command=BENCH) as found:
         alone = await found.alone()
-        (child,) = psutil.Process().children()
+        (child,) = set(psutil.Process().children()) - before
         three = await found.measure(3)
         server.broken = True
         broken = await found.measure(2)
