@@ -353,7 +353,7 @@ class BatchRunner:
         except (StateError, NotFoundError, RequestError) as error:
             # Since the store was read, the batch was cancelled, or ended and was deleted, or its key is gone.
             logger.info("%s: %r", one.batch.id, error)
-        except (OSError, DatabaseError) as error:
+        except OSError as error:
             logger.error("%s: next try in %g s: %s", one.batch.id, self._tick_s, error)
             one.resting = True
             self._changed.set()
@@ -434,7 +434,7 @@ class BatchRunner:
             try:
                 limits = self._rules.common
                 await asyncio.to_thread(remove_expired, self._store, self._content, self._now(), limits)
-            except (OSError, DatabaseError) as error:
+            except OSError as error:
                 logger.error("expired files and batches can't be deleted: %s", error)
             await asyncio.sleep(TIDY_S)
 

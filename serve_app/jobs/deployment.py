@@ -50,6 +50,7 @@ class Batches:
         from serve_app.jobs.engines import EngineClient
         from serve_app.jobs.errors import StoreError
         from serve_app.jobs.service import BatchesMetrics, BatchService
+        from serve_app.system.database import DatabaseError
 
         assert settings.batches is not None
         context = serve.get_replica_context()
@@ -62,6 +63,8 @@ class Batches:
         client = EngineClient(settings, engines, health, keys, self._lost)
         try:
             self._service = await BatchService.open(settings.batches, client, client.models, keys)
+        except DatabaseError:
+            raise
         except OSError as error:
             raise StoreError(_unusable(settings.batches, error)) from error
         self._metrics = None

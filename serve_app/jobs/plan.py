@@ -29,7 +29,6 @@ from serve_app.jobs.content import Contents, Input
 from serve_app.jobs.errors import ContentLostError
 from serve_app.jobs.models import Batch
 from serve_app.jobs.rows import Row
-from serve_app.system.database import FencedError
 
 if TYPE_CHECKING:
     # A dataset has plans but no database.
@@ -204,6 +203,9 @@ class RowPlan:
             OSError: The disk is full, or fails.
             FencedError: See `check`; the plan is deleted.
         """
+        # `saturate batch` has plans, and no database.
+        from serve_app.system.database import FencedError
+
         draft = content.draft()
         try:
             draft.write(self.to_bytes())

@@ -40,7 +40,7 @@ from serve_app.jobs.pacing import Clock
 from serve_app.jobs.storage import add_file, delete_contents
 from serve_app.jobs.store import Store
 from serve_app.settings.batches import DAY_S, BatchesSettings
-from serve_app.system.database import DatabaseError, FencedError
+from serve_app.system.database import FencedError
 
 logger = logging.getLogger("ray.serve")
 
@@ -154,8 +154,7 @@ class BatchAPI:
         ]
         return Starlette(
             routes=[Route(path, call, methods=[method]) for method, path, call in routes],
-            exception_handlers=EXCEPTION_HANDLERS
-            | {OSError: _fail, DatabaseError: _fail, FencedError: _fail},
+            exception_handlers=EXCEPTION_HANDLERS | {OSError: _fail, FencedError: _fail},
         )
 
     # Files
@@ -362,7 +361,7 @@ class BatchAPI:
         """Delete contents whose files are deleted already; errors are logged and not sent to the client."""
         try:
             delete_contents(self._store, self._content, ids)
-        except (OSError, DatabaseError, FencedError) as error:
+        except (OSError, FencedError) as error:
             logger.error("contents can't be deleted before the next start: %s", error)
 
 

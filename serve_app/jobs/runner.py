@@ -15,7 +15,6 @@ from serve_app.jobs.pacing import Auto, Concurrency, Rate
 from serve_app.jobs.rows import Result, Row, RowClient
 from serve_app.jobs.scheduler import BatchRun, Places
 from serve_app.jobs.sender import Sender
-from serve_app.system.database import DatabaseError
 
 logger = logging.getLogger("ray.serve")
 
@@ -56,8 +55,8 @@ class Runner:
 
     Args:
         client: The engines.
-        record: Records results. It raises a RunError if a run can't continue, an OSError or a DatabaseError
-            if the same results are to be recorded again later.
+        record: Records results. It raises a RunError if a run can't continue, an OSError if
+            the same results are to be recorded again later.
         concurrency: Returns the limit on rows of a model that have a place, and on each tenant's rows in
             flight.
         backoff: Waits between the tries of a row.
@@ -212,7 +211,7 @@ class Runner:
             except RunError as error:
                 for run in groups:
                     run.fail(error)
-            except (OSError, DatabaseError) as error:
+            except OSError as error:
                 logger.error("results can't be written, next try in %g s: %s", self._again_s, error)
                 self._unwritten = True
                 self._results[:0] = taken

@@ -88,7 +88,7 @@ class BatchesMetrics:
         while True:
             try:
                 await self.report()
-            except (OSError, DatabaseError) as error:
+            except OSError as error:
                 logger.warning("batches: no metrics: %r", error)
             except Exception:
                 # A failure of telemetry must not stop the batches.
@@ -315,7 +315,7 @@ def _delete_noted(store: Store, content: Contents) -> None:
     try:
         if deleted := delete_noted(store, content):
             logger.info("batches: deleted %d contents without a file", deleted)
-    except (OSError, DatabaseError) as error:
+    except OSError as error:
         logger.warning("batches: contents without a file can't be deleted before the next start: %s", error)
 
 

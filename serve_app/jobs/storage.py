@@ -43,7 +43,7 @@ def add_file(store: Store, content: Contents, draft: Draft, file: File, limits: 
         # The new owner may have looked for the content before it existed.
         content.remove(file.id)
         raise
-    except (TooManyError, OSError, DatabaseError):
+    except (TooManyError, OSError):
         # A commit that raised an error may still have taken place.
         with suppress(NotFoundError):
             store.remove_file(file.tenant, file.id)

@@ -66,7 +66,7 @@ LOCAL_LOCKS = {"nolock", "nobrl", "local_lock=all", "local_lock=posix", "noflock
 """Options of a mount with which the locks of a network file system hold on one machine only."""
 
 
-class DatabaseError(Exception):
+class DatabaseError(OSError):
     """The database fails or can't be reached; a commit in progress may or may not have taken place."""
 
 

@@ -149,6 +149,16 @@ print(sorted(name for name in sys.modules if name.startswith(databases)))
     assert done.stdout == "['serve_app.jobs.deployment']\n", done.stderr
 
 
+def test_saturate_batch_imports_neither_a_database_nor_ray() -> None:
+    script = """
+import sys
+import serve_app.dataset.command, serve_app.dataset.run
+print(sorted(name for name in ("psycopg", "ray", "sqlalchemy", "vllm") if name in sys.modules))
+"""
+    done = run([sys.executable, "-c", script])
+    assert done.stdout == "[]\n", done.stderr
+
+
 def test_ray_serve_s_limits_are_above_the_batcher_s() -> None:
     for deployment in built(DEMO, FUNCTION).deployments:
         # The batcher's default queue, and the records that may run.
