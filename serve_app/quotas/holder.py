@@ -117,7 +117,7 @@ class HeldCounter:
             now: The time.
         """
         told = self.told or ()
-        # Where the service has the last sums of a block that is over, it keeps its use without the block.
+        # The service keeps the use of a block that is over, once the service has the block's last sums.
         self.blocks = [
             one
             for one in self.blocks

@@ -18,7 +18,7 @@ from serve_app.tuning.goals import Goal
 from serve_app.tuning.workload import TokenLengths
 
 Axis = Literal["concurrency", "rate"]
-"""What is raised: the clients that wait for their answers, or the requests per second at random times."""
+"""The load is raised by clients that wait for their answers, or by requests per second at random times."""
 
 FAILED_SHARE = 0.01
 """Largest share of failed requests of a load that holds."""
