@@ -99,7 +99,6 @@ class Auto:
     Args:
         first: Limit at the start, if `most` isn't lower.
         most: Highest limit.
-        records: Records of a call.
         clock: Monotonic clock, in seconds.
 
     Attributes:
@@ -107,13 +106,10 @@ class Auto:
         interval_s: Seconds to wait until the next look at the engines.
     """
 
-    def __init__(
-        self, first: int = 4, most: int = 256, *, records: int = 1, clock: Clock = time.monotonic
-    ) -> None:
+    def __init__(self, first: int = 4, most: int = 256, *, clock: Clock = time.monotonic) -> None:
         self.limit = min(first, most)
         self.interval_s = GROWING_S
         self._most = most
-        self._records = records
         self._clock = clock
         self._answered = False
         self._quiet_until = self._careful_until = float("-inf")
@@ -138,7 +134,7 @@ class Auto:
             calls: Calls in flight from here.
         """
         self.interval_s = STEADY_S
-        running, waiting, free = load or (calls * self._records, 0, None)
+        running, waiting, free = load or (calls, 0, None)
         now = self._clock()
         if now < self._quiet_until:
             return
@@ -155,7 +151,7 @@ class Auto:
         """Return the growth of the limit for a number of free places."""
         # Before the first answer, only free places beside running records show any capacity.
         step = max(1, self.limit // 4) if self._answered else 0
-        return max(step, min((GROWTH - 1) * self.limit, -(-free // self._records)))
+        return max(step, min((GROWTH - 1) * self.limit, free))
 
 
 Concurrency = Fixed | Auto

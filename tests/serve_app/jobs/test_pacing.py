@@ -1,6 +1,6 @@
 """Limits, waits and rates."""
 
-from collections import Counter, deque
+from collections import deque
 from itertools import count
 from statistics import mean
 from typing import Any
@@ -153,14 +153,14 @@ def test_after_a_refusal_free_places_say_nothing_for_a_while() -> None:
 
 
 def test_auto_finds_the_capacity_of_a_service() -> None:
-    # The service runs 64 records at once; a call has 50.
-    adaptive = Auto(records=50, clock=Clock())
+    # The service runs 64 records at once.
+    adaptive = Auto(clock=Clock())
     adaptive.answered()
     for _ in range(100):
-        inside = adaptive.limit * 50
+        inside = adaptive.limit
         load = EngineLoad(min(64, inside), max(0, inside - 64), max(0, 64 - inside))
         adaptive.observe(load, adaptive.limit)
-    assert 64 <= adaptive.limit * 50 <= 64 * 5
+    assert 64 <= adaptive.limit <= 64 * 5
 
 
 STEP_S, WAY_S = 0.01, 0.03
@@ -173,7 +173,6 @@ class Fleet:
     Args:
         places: Records that run at once.
         record_s: Seconds that a record runs.
-        records: Records of a call.
         live: Share of the places that live traffic takes.
 
     Attributes:
@@ -182,17 +181,17 @@ class Fleet:
         most_waiting: Most of them so far.
     """
 
-    def __init__(self, places: int, record_s: float, records: int, live: float) -> None:
+    def __init__(self, places: int, record_s: float, live: float) -> None:
         self.clock = Clock()
         self.running: deque[tuple[float, int | None]] = deque()
         self.waiting: deque[int] = deque()
         self.most_waiting = 0
-        self._pace = Auto(most=100_000, records=records, clock=self.clock)
-        self._places, self._record_s, self._records = places, record_s, records
+        self._pace = Auto(most=100_000, clock=self.clock)
+        self._places, self._record_s = places, record_s
         self._live_per_step = live * places / record_s * STEP_S
         self._live_due = 0.0
         self._numbers = count()
-        self._left: Counter[int] = Counter()
+        self._left: set[int] = set()
         self._on_their_way: deque[tuple[float, int]] = deque()
         self._look_at = self._pace.interval_s
 
@@ -203,7 +202,7 @@ class Fleet:
         while self.running and self.running[0][0] <= now:
             self._end(self.running.popleft()[1])
         while self._on_their_way and self._on_their_way[0][0] <= now:
-            self.waiting.extend([self._on_their_way.popleft()[1]] * self._records)
+            self.waiting.append(self._on_their_way.popleft()[1])
         self._live_due += self._live_per_step
         while len(self.running) < self._places and (self._live_due >= 1 or self.waiting):
             live = self._live_due >= 1
@@ -216,25 +215,22 @@ class Fleet:
             self._look_at = now + self._pace.interval_s
         while len(self._left) < self._pace.limit:
             call = next(self._numbers)
-            self._left[call] = self._records
+            self._left.add(call)
             self._on_their_way.append((now + WAY_S, call))
 
     def _end(self, call: int | None) -> None:
         if call is not None:
-            self._left[call] -= 1
-            if not self._left[call]:
-                del self._left[call]
-                self._pace.answered()
+            self._left.remove(call)
+            self._pace.answered()
 
 
 @pytest.mark.parametrize("live", [0.0, 0.5])
-@pytest.mark.parametrize("records", [1, 50])
 @pytest.mark.parametrize("record_s", [0.5, 60.0])
 @pytest.mark.parametrize("places", [8, 256, 1000])
 def test_auto_fills_an_idle_fleet_in_two_seconds_and_no_queue(
-    places: int, record_s: float, records: int, live: float
+    places: int, record_s: float, live: float
 ) -> None:
-    fleet = Fleet(places, record_s, records, live)
+    fleet = Fleet(places, record_s, live)
     while len(fleet.running) < places:
         fleet.step()
     assert fleet.clock.now < 2.0
@@ -244,7 +240,7 @@ def test_auto_fills_an_idle_fleet_in_two_seconds_and_no_queue(
         busy.append(len(fleet.running) / places)
     assert mean(busy) > 0.97
     # About as many as run, unless the first calls are too many already.
-    assert fleet.most_waiting <= max(2 * places, 4 * records)
+    assert fleet.most_waiting <= max(2 * places, 4)
 
 
 def replica(**stats: Any) -> ReplicaStats:
