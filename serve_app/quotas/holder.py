@@ -99,7 +99,7 @@ class HeldCounter:
 
     def covers(self, tokens: int, now: float) -> bool:
         """Return whether the block covers a call with `tokens` tokens."""
-        return now < self.ends_at and self.current.left >= (tokens if self.is_tokens else 1)
+        return now < self.ends_at and self.current.left >= self.amount(tokens)
 
     def stated(self) -> tuple[Block, ...]:
         """Return the blocks as a report states them."""
