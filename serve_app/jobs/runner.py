@@ -143,10 +143,6 @@ class Runner:
         """Message of a failure after which no row of its model was answered; empty: no such failure."""
         return next((model.sender.trouble for model in self._models.values() if model.sender.trouble), "")
 
-    def in_flight_of(self, base: str | None) -> int:
-        """Return the rows of a model that were taken and have no recorded result."""
-        return self._models[base].places.in_flight if base in self._models else 0
-
     def fill(self, base: str | None, runs: list[BatchRun]) -> None:
         """Give the free places at the engines of a model to rows.
 
