@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from batcher import ContinuousBatcher, DynamicBatcher, Entry, RequestQueue, Slot
-from tests.batcher.virtual import Clock, blocked, now
+from tests.batcher.virtual import blocked, now
+from tests.fakes.clock import Clock
 
 # DynamicBatcher
 

@@ -20,7 +20,8 @@ from tests.batcher.helpers import (
     results_of,
 )
 from tests.batcher.lines import count_lines
-from tests.batcher.virtual import Clock, VirtualLoop, blocked, now, virtual
+from tests.batcher.virtual import VirtualLoop, blocked, now, virtual
+from tests.fakes.clock import Clock
 from tests.progress import STILL_S
 
 WAIT_S = STILL_S

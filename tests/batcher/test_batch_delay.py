@@ -7,7 +7,8 @@ import pytest
 
 from batcher import DynamicBatcher
 from tests.batcher.helpers import Machine, dynamic_batcher, results_of
-from tests.batcher.virtual import Clock, blocked, now, virtual
+from tests.batcher.virtual import blocked, now, virtual
+from tests.fakes.clock import Clock
 
 
 async def burst(batcher: DynamicBatcher[Any, Any], count: int, gap: float) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from batcher import ContinuousBatcher, DynamicBatcher, Entry, RequestQueue, TokenBatcher, checks
 from tests.batcher.helpers import Machine, continuous_batcher, dynamic_batcher
-from tests.batcher.virtual import Clock, virtual
+from tests.batcher.virtual import virtual
+from tests.fakes.clock import Clock
 
 
 async def nothing(record: Any) -> None:

@@ -14,7 +14,8 @@ import pytest
 from batcher import Closed, DynamicBatcher, Expired, Oversize, QueueFull, TokenBatcher
 from tests.batcher.helpers import Machine, check_books, dynamic_batcher, one_by_one, results_of
 from tests.batcher.lines import count_lines
-from tests.batcher.virtual import Clock, blocked, now, virtual
+from tests.batcher.virtual import blocked, now, virtual
+from tests.fakes.clock import Clock
 from tests.progress import STILL_S
 
 # When a batch is decided

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from batcher import Entry, Former, RequestQueue
 from batcher.forming import Forming
-from tests.batcher.virtual import Clock
+from tests.fakes.clock import Clock
 
 
 def former(forming: Forming, max_records: int = 4, budget: int = 10**9, **fields: int) -> Former:

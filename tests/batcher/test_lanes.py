@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from batcher import Aborted, Closed, ContinuousBatcher, Expired, QueueFull, Slot
 from tests.batcher.helpers import Holders, check_books, check_empty, continuous_batcher
-from tests.batcher.virtual import Clock, VirtualLoop, blocked, now, virtual
+from tests.batcher.virtual import VirtualLoop, blocked, now, virtual
+from tests.fakes.clock import Clock
 
 
 class Places:

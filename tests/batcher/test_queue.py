@@ -11,7 +11,7 @@ from batcher import QueueFull
 from tests.batcher.footprint import footprint
 from tests.batcher.helpers import add, queue_of
 from tests.batcher.lines import count_lines
-from tests.batcher.virtual import Clock
+from tests.fakes.clock import Clock
 
 
 @given(st.integers(0, 2**32))

@@ -17,7 +17,8 @@ from typing import Any, cast
 import pytest
 
 from batcher import BatcherError, ContinuousBatcher, DynamicBatcher, Entry, RequestQueue
-from tests.batcher.virtual import Clock, VirtualLoop
+from tests.batcher.virtual import VirtualLoop
+from tests.fakes.clock import Clock
 
 LONG_SCHEDULES = 200_000
 PER_PART = 5_000

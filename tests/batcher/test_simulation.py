@@ -24,7 +24,7 @@ import pytest
 
 from batcher import Entry, QueueFull, RequestQueue
 from batcher.stats import percentiles
-from tests.batcher.virtual import Clock
+from tests.fakes.clock import Clock
 
 REQUESTS_PER_REPLICA = 1_000
 

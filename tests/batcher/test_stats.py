@@ -19,7 +19,8 @@ from batcher import (
 )
 from batcher.stats import Recorder, percentiles
 from tests.batcher.helpers import dynamic_batcher, refusing_bad, results_of
-from tests.batcher.virtual import Clock, virtual
+from tests.batcher.virtual import virtual
+from tests.fakes.clock import Clock
 
 
 def test_percentiles_by_nearest_rank() -> None:

@@ -19,7 +19,7 @@ from serve_app.auth.keys import hash_key, new_key
 from serve_app.settings.ingress import AccessSettings
 from serve_app.settings.schema import SettingsError
 from serve_app.system.rounds import SILENT_S
-from tests.batcher.virtual import Clock
+from tests.fakes.clock import Clock
 from tests.progress import STILL_S
 
 LIMIT_S = STILL_S

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from serve_app.engine.watchdog import EngineWatch, LoopWatch
+from tests.fakes.clock import Clock
 from tests.progress import STILL_S
 
 LIMIT_S = STILL_S
@@ -24,14 +25,6 @@ class FakeEngine:
     died: bool = False
     busy: bool = True
     steps: int = 0
-
-
-@dataclass
-class Clock:
-    now: float = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @dataclass
@@ -56,7 +49,7 @@ class Watched:
 
 @pytest.fixture
 def engine() -> Watched:
-    clock = Clock()
+    clock = Clock(100.0)
     engine: Any = FakeEngine()
     watch = EngineWatch(
         engine, 10.0, excused=lambda: False, last=lambda: None, interval_s=INTERVAL_S, clock=clock

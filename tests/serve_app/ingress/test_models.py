@@ -12,7 +12,8 @@ from serve_app.api.routes import OPENAI, SAME, TOKENIZING
 from serve_app.ingress.models import ServedModels
 from serve_app.settings.schema import parse
 from serve_app.stats import ReplicaStats
-from tests.batcher.virtual import Clock, until
+from tests.batcher.virtual import until
+from tests.fakes.clock import Clock
 
 LLM: dict[str, Any] = {"id": "llm", "source": "x"}
 OTHER: dict[str, Any] = {"id": "other", "source": "x"}

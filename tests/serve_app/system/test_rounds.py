@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from serve_app.system.rounds import SILENT_S, Rounds
-from tests.batcher.virtual import Clock
+from tests.fakes.clock import Clock
 
 
 def test_a_round_that_fails_is_logged_once_with_its_stack_and_the_next_one_counts(

@@ -8,6 +8,7 @@ from serve_app.telemetry import catalogue
 from serve_app.telemetry.batchers import BatcherMetrics, metrics_of
 from serve_app.telemetry.meters import Meters
 from serve_app.telemetry.tenants import TenantLabels
+from tests.fakes.clock import Clock
 from tests.serve_app.telemetry.instruments import Instruments
 
 
@@ -15,14 +16,6 @@ def reporting(batcher: ContinuousBatcher | DynamicBatcher[Any, Any]) -> tuple[In
     instruments = Instruments()
     meters = Meters(metrics_of(batcher), instruments.make)
     return instruments, BatcherMetrics("m", batcher, meters, TenantLabels(20))
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 async def test_the_window_of_a_continuous_batcher() -> None:
