@@ -27,7 +27,7 @@ install: .venv/installed ## Install into .venv, for GPUs if nvidia-smi lists som
 	@echo 'Installing vLLM ($(BUILD)), torch and Ray into .venv: 5 GB on the disk, 2 to 10 minutes. Compiling byte code comes last, and says nothing.'
 	$(PYTHON) -m venv $(if $(filter $(BUILD),$(INSTALLED)),,--clear) .venv
 	$(BIN)/python -m pip install --quiet --upgrade uv
-	$(BIN)/uv pip install --python $(BIN)/python $(TORCH) --compile-bytecode --editable '.[$(BUILD),test]'
+	$(BIN)/uv pip install --python $(BIN)/python $(TORCH) --compile-bytecode --group test --editable '.[$(BUILD),all]'
 	@echo $(BUILD) > $@
 
 other-build:
@@ -84,9 +84,9 @@ tests: install
 check-vllm: install ## Look for the names of vLLM that are used here in other releases; ARGS="vllm==0.33.0", ARGS="--help".
 	@$(BIN)/python -m tests.benchmarks.vllm_names $(ARGS)
 
-# The peers of the benchmarks, and matplotlib; the benchmarks run without them too.
+# A peer of the benchmarks, which run without it too.
 .venv/bench: .venv/installed
-	@$(BIN)/uv pip install --quiet --python $(BIN)/python $(TORCH) --editable '.[bench]' && touch $@ \
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python $(TORCH) --group bench && touch $@ \
 		|| echo "Some of what is compared can't be had from here; the benchmarks run without it."
 
 bench: install .venv/bench ## Run the benchmark NAME, such as serve; ARGS="--help". Without NAME, list them.

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import tomllib
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,6 +18,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
+from serve_app.system.distribution import version
 from serve_app.system.yaml_text import Noted, Section, dump, render
 
 K8S = Path(__file__).parent
@@ -361,12 +361,6 @@ def configs() -> dict[str, str]:
     """Return the configs of clusters by name: the files that the overlays choose from."""
     listed = yaml.safe_load((ROOT / "configs/Kustomization").read_text())["configMapGenerator"][0]["files"]
     return {name.removesuffix(".yaml"): (ROOT / "configs" / name).read_text() for name in listed}
-
-
-def version() -> str:
-    """Return the version of the package, which the images have as their tag."""
-    found: str = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    return found
 
 
 def defaults(manifests: Manifests) -> Values:

@@ -9,7 +9,7 @@ from importlib import import_module
 
 import click
 
-from k8s import helm
+from serve_app.system import distribution
 from tests.pages import ROOT
 
 EXTERNAL = {"curl", "git", "helm", "kind", "mkdir", "source", "tar"}
@@ -199,7 +199,7 @@ RUN_VALUES = {"--name", "-p", "-v", "-e", "--gpus", "--shm-size", "--stop-timeou
 
 def check_image(name: str) -> None:
     """Raise a CommandError if the Dockerfile makes no image of a name, at the version of the package."""
-    version = helm.version()
+    version = distribution.version()
     target, _, tag = name.removeprefix("saturate-").partition(":")
     if not name.startswith("saturate-") or tag != version:
         raise CommandError(f"{name}: must be saturate-TARGET:{version}")

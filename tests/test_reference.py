@@ -1,7 +1,6 @@
 """The reference of the settings is that of the code, and configs keep to the JSON Schema."""
 
 import re
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from serve_app.auth.keys import Key
 from serve_app.cli.main import saturate
 from serve_app.settings.fields import Strict
 from serve_app.settings.json_schema import config_schema
+from serve_app.system.distribution import version
 from tests.reference import FOLDERS, PAGES, ROOT
 
 CONFIGS = sorted(ROOT.glob("configs/*.yaml"))
@@ -92,6 +92,5 @@ def test_every_setting_has_a_description() -> None:
 
 
 def test_the_changelog_begins_with_the_version_of_the_package() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (first, *_) = re.findall(r"^## (\S+?),? ", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert first == project["version"]
+    assert first == version()

@@ -274,7 +274,7 @@ def _describe(place: tuple[int | str, ...], type: str, message: str) -> str:
         place = place[:2] + place[3:]
     if type == "extra_forbidden":
         fields = _SECTIONS.get(place[-2], Key).model_fields
-        known = suggestion(str(place[-1]), fields, "configs/reference.md has them all", "allowed are")
+        known = suggestion(str(place[-1]), fields, "`saturate schema` has them all", "allowed are")
         message = f"unknown field{known}"
         if len(place) == 2 and place[-1] in Quota.model_fields:
             message = f"is a limit of the key's `quota`, for all replicas together: quota: {{{place[-1]}: …}}"

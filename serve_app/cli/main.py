@@ -4,6 +4,7 @@ import click
 
 from serve_app.cli.lazy import LazyGroup
 from serve_app.system.command_line import run
+from serve_app.system.distribution import version
 
 COMMANDS = {
     "serve": ("serve_app.cli.serve:serve", "Serve a model, or the models of a config, until Ctrl-C."),
@@ -30,7 +31,7 @@ def main() -> None:
 
 
 @click.group(cls=LazyGroup, places=COMMANDS)
-@click.version_option(package_name="saturate", prog_name="saturate", message="%(prog)s %(version)s")
+@click.version_option(version(), prog_name="saturate", message="%(prog)s %(version)s")
 def saturate() -> None:
     """LLM serving that keeps GPUs full, on Ray Serve and vLLM.
 

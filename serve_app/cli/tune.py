@@ -107,7 +107,7 @@ OTHERS = 0.02
     "--plot",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE.png",
-    help="Draw the goals' figures against the load; needs saturate[plot].",
+    help="Draw the goals' figures against the load; needs the extra plot.",
 )
 @click.option(
     "--seed",

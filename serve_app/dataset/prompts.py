@@ -10,7 +10,7 @@ from pydantic_core import from_json
 from serve_app.api.protocol import JSON
 from serve_app.dataset.errors import MissingColumnError, RowError
 from serve_app.jobs.errors import RunError
-from serve_app.system.extras import extra
+from serve_app.system.distribution import extra
 
 Prompt = str | list[JSON]
 """A text to complete, or the messages of a chat."""
@@ -177,7 +177,7 @@ def _compile(template: str) -> Any:
         import jinja2
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError:
-        raise RunError(f"--template needs {extra('driver')}") from None
+        raise RunError(f"--template needs {extra('batch')}") from None
     # By default Jinja renders an unknown column as nothing, which would hide the error.
     environment = ImmutableSandboxedEnvironment(
         undefined=jinja2.StrictUndefined, keep_trailing_newline=True, finalize=_shown

@@ -20,7 +20,7 @@ from serve_app.dataset.formats import (
     read_parquet,
     read_text,
 )
-from serve_app.system.extras import extra
+from serve_app.system.distribution import extra
 from serve_app.system.home import below_home
 
 FORMATS = {
@@ -321,7 +321,7 @@ def _filesystem(text: str) -> tuple[Any, str]:
         import fsspec
         import pyarrow as pa
     except ImportError:
-        raise InputError(f"reading files needs {extra('driver')}") from None
+        raise InputError(f"reading files needs {extra('batch')}") from None
     if "://" not in text:
         return fsspec.filesystem("file"), below_home(text).absolute().as_posix()
     scheme = text.partition("://")[0].lower()

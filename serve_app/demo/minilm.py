@@ -20,7 +20,7 @@ class MiniLM:
         max_tokens: Tokens of a text that are used.
 
     Raises:
-        ModuleNotFoundError: The package isn't installed (`saturate[embeddings]`).
+        ModuleNotFoundError: The package isn't installed (the extra `embeddings`).
     """
 
     def __init__(self, source: str | None = None, device: str = "cpu", max_tokens: int = MAX_TOKENS) -> None:

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from serve_app.settings.adapters import AdapterSettings
 from serve_app.system.disk import sync
-from serve_app.system.extras import extra
+from serve_app.system.distribution import extra
 from serve_app.system.hub_errors import explain
 
 CONFIG = "adapter_config.json"

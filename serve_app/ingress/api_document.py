@@ -20,6 +20,7 @@ from serve_app.ingress import admin, batches
 from serve_app.ingress.pages import docs_page
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.schema import Settings
+from serve_app.system import distribution
 
 DOCUMENT = "/openapi.json"
 PAGE = "/docs"
@@ -46,7 +47,7 @@ def vllm_version() -> str | None:
 
 def versions() -> JSON:
     """Return the versions of saturate, vLLM and Ray; `version` is vLLM's, as in its own answer."""
-    vllm, own = vllm_version(), importlib.metadata.version("saturate")
+    vllm, own = vllm_version(), distribution.version()
     return {"version": vllm, "saturate": own, "vllm": vllm, "ray": ray.__version__}
 
 
@@ -93,7 +94,7 @@ class APIDocument:
         schemas = used(paths, found["vllm"]["schemas"] | found["own"]["schemas"])
         document: JSON = {
             "openapi": "3.1.0",
-            "info": {"title": "saturate", "version": importlib.metadata.version("saturate")},
+            "info": {"title": "saturate", "version": distribution.version()},
             "paths": paths,
             "components": {"schemas": schemas},
         }

@@ -10,7 +10,7 @@ from typing import IO, Any
 from serve_app.jobs.content import Draft
 from serve_app.jobs.errors import StoreError
 from serve_app.jobs.failpoints import reach
-from serve_app.system.extras import extra
+from serve_app.system.distribution import extra
 
 try:
     import fsspec

@@ -4,7 +4,7 @@ import io
 from typing import Any
 
 from serve_app.ledger.rows import FIELDS
-from serve_app.system.extras import extra
+from serve_app.system.distribution import extra
 
 NEEDS = f"Parquet needs pyarrow: {extra('usage')}"
 

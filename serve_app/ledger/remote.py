@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from serve_app.system.extras import extra
+from serve_app.system.distribution import extra
 
 NEEDS = f"a ledger at a URL needs the package of its scheme; for s3:// and gs://: {extra('storage')}"
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from serve_app.ledger.prices import FILE, Prices, unpack
 from serve_app.ledger.remote import NEEDS as NEEDS_REMOTE
 from serve_app.ledger.rows import LedgerRow
-from serve_app.system.extras import extra
+from serve_app.system.distribution import extra
 from serve_app.system.home import below_home
 
 BY = ("tenant", "key", "model", "adapter", "tier", "endpoint", "source", "outcome", "day", "replica")

@@ -134,7 +134,7 @@ class _Fields:
         if value is None:
             raise ModelError(
                 f"config.json of {self._source} has no {names[0]}, so its memory can't be worked out; write "
-                "a config of your own for it (configs/README.md)"
+                "a config of your own for it (the page Configs)"
             )
         return value
 

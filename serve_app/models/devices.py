@@ -72,7 +72,7 @@ def find_gpus(gpus: Sequence[GPU], visible: str | None) -> tuple[UsableGPU, ...]
         if gpus and name.strip().startswith("MIG-"):
             raise ModelError(
                 f"{VISIBLE} names {name.strip()}, a slice of a GPU of unknown size; write a config with "
-                "engine.max_model_len and engine.gpu_memory_utilization (configs/README.md)"
+                "engine.max_model_len and engine.gpu_memory_utilization (the page Configs)"
             )
     return tuple(_usable(gpu) for gpu in visible_gpus(gpus, visible))
 
@@ -82,11 +82,11 @@ def _usable(gpu: GPU) -> UsableGPU:
     if gpu.is_divided:
         raise ModelError(
             f"GPU {gpu.number} ({gpu.name}) is divided by MIG into slices of unknown size; write a config "
-            "with engine.max_model_len and engine.gpu_memory_utilization (configs/README.md)"
+            "with engine.max_model_len and engine.gpu_memory_utilization (the page Configs)"
         )
     if gpu.total is None:
         raise ModelError(
             f"GPU {gpu.number} ({gpu.name}) doesn't report its memory; write a config with "
-            "engine.max_model_len and engine.gpu_memory_utilization (configs/README.md)"
+            "engine.max_model_len and engine.gpu_memory_utilization (the page Configs)"
         )
     return UsableGPU(gpu.name, gpu.total - gpu.reserved, gpu.used, gpu.capability)

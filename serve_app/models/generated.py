@@ -22,6 +22,7 @@ from serve_app.models.service import ServeConfig, ServiceParts, serve_config
 from serve_app.models.source import read_source
 from serve_app.settings.messages import plain_errors
 from serve_app.settings.schema import SettingsError, parse
+from serve_app.system import distribution
 from serve_app.system.yaml_text import load, put
 
 SET = "Set on the command line."
@@ -103,13 +104,13 @@ def _usable(machine: Machine, build: str | None, *, needs_device: bool) -> tuple
     if machine.gpus and build == "cpu":
         note = (
             f"note       {_devices(machine)} found, but the installed vLLM is its CPU build; for GPUs: "
-            "make install BUILD=gpu, or the image saturate-gpu"
+            f"{distribution.build('gpu')}"
         )
         return replace(machine, gpus=()), [note]
     if not machine.gpus and build == "gpu" and needs_device:
         raise ModelError(
             "no GPU found (`nvidia-smi` lists none, or CUDA_VISIBLE_DEVICES hides them), and the installed "
-            "vLLM needs one; on a CPU: make install BUILD=cpu, or the image saturate-cpu"
+            f"vLLM needs one; on a CPU: {distribution.build('cpu')}"
         )
     return machine, []
 

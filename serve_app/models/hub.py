@@ -5,7 +5,7 @@ from typing import Protocol
 
 from serve_app.models.errors import ModelError
 from serve_app.models.model_files import CONFIG, ModelFiles, read_config, read_folder, weights_of
-from serve_app.system.extras import extra
+from serve_app.system.distribution import extra
 from serve_app.system.hub_errors import explain
 
 TIMEOUT_S = 15.0

@@ -98,5 +98,5 @@ def weights_of(sizes: Mapping[str, int], source: str) -> int:
             return total
     raise ModelError(
         f"{source} has no weights that can be served: neither *.safetensors nor *.bin; for a GGUF model "
-        "write a config (configs/README.md)"
+        "write a config (the page Configs)"
     )

@@ -360,9 +360,7 @@ def _annotation(schema: type[BaseModel], place: Sequence[str], written: str) -> 
 
 
 def _unknown_key(written: str, key: str, names: Iterable[str]) -> str:
-    return (
-        f"{written}: there is no {key!r}{suggestion(key, sorted(names), 'configs/reference.md has them all')}"
-    )
+    return f"{written}: there is no {key!r}{suggestion(key, sorted(names), '`saturate schema` has them all')}"
 
 
 def _kinds(annotation: Any) -> list[Any]:

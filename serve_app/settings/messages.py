@@ -36,7 +36,7 @@ def describe_errors(error: ValidationError, sections: Sections, root: str = "arg
             case "extra_forbidden":
                 names = tuple(part for part in place[:-1] if isinstance(part, str))
                 section = sections.get(names) or sections[(*names[:-1], "*")]
-                key, elsewhere = str(place[-1]), "configs/reference.md has them all"
+                key, elsewhere = str(place[-1]), "`saturate schema` has them all"
                 known = suggestion(key, section.model_fields, elsewhere, "allowed here:")
                 lines.append(f"{path}: unknown key{known}")
             case "missing":

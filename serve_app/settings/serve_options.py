@@ -20,7 +20,7 @@ LOG_LEVEL = (
 CORS = "`ingress.allow_origins` names the web pages that may call, with every method and header of the routes"
 HEADERS = "HAProxy bounds the headers; `ingress.max_body_bytes` bounds the body"
 CLOSED = "the service keeps that route closed; `/stats` and Ray's Prometheus endpoint report its state"
-PAGES = "the Ingress has its own pages and documents (serve_app/docs/reference/routes.md)"
+PAGES = "the Ingress has its own pages and documents (the page Routes)"
 SCALE_OUT = "the service has no routes of that kind; `/v1/completions` takes token ids as prompts"
 HANDLES = "the service speaks HTTP; programs in the cluster call it by handle (`saturate batch --app`)"
 

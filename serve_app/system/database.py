@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from sqlalchemy import Connection, RowMapping
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from serve_app.system.extras import extra
+from serve_app.system.distribution import extra
 from serve_app.system.private_files import make_folders
 
 OWNERS = sa.Table(

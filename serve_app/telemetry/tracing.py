@@ -16,7 +16,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from serve_app.api.headers import TRACE_CONTEXT, Headers, trace_context
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.telemetry import TraceSettings
-from serve_app.system.extras import extra
+from serve_app.system.distribution import extra
 from serve_app.telemetry.request_tracker import QUIET, TrackedRequest
 
 W3C = TraceContextTextMapPropagator()

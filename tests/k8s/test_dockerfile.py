@@ -7,6 +7,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from k8s import health
+from serve_app.system.distribution import NAME
 from tests.k8s import image
 from tests.k8s.image import ImageError
 from tests.pages import ROOT, pages, read
@@ -70,7 +71,8 @@ def _extras(target: str) -> set[str]:
     named = {
         name for step in stages[f"{target}-packages"] for name in re.findall(r"--extra (\w+)", step.value)
     }
-    whole = [part for name in named for part in re.findall(r"saturate\[(.*?)\]", " ".join(EXTRAS[name]))]
+    parts = " ".join(line for name in named for line in EXTRAS[name])
+    whole = re.findall(rf"{NAME}\[(.*?)\]", parts)
     return named.union(*(part.split(",") for part in whole))
 
 
@@ -79,9 +81,9 @@ def test_an_image_has_every_extra_that_errors_and_pages_name(target: str) -> Non
     code = "\n".join(path.read_text() for path in (ROOT / "serve_app").rglob("*.py"))
     text = "\n".join(map(read, pages()))
     named = set(re.findall(r"\bextra\('(\w+)'\)", code))
-    for names in re.findall(r"\.\[([\w,]+)\]|saturate\[([\w,]+)\]", text):
+    for names in re.findall(r"\.\[([\w,]+)\]|saturate-serve\[([\w,]+)\]", text):
         named |= set(",".join(filter(None, names)).split(","))
-    assert {"driver", "hf", "postgres", "storage", "usage"} <= named
+    assert {"batch", "hf", "postgres", "storage", "usage"} <= named
     # The builds of vLLM are the difference of the images; the weights of an example are no part of an image.
     assert named - {"all", "cpu", "gpu", "embeddings"} <= _extras(target)
 

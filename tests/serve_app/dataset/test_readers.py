@@ -153,7 +153,7 @@ def test_a_dataset_that_is_not_there_is_told(text: str, message: str) -> None:
 
 def test_the_error_of_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(InputError, match=r"saturate\[hf\]; in a checkout: pip install -e '\.\[hf\]'"):
+    with pytest.raises(InputError, match=r"the extra hf: pip install -e '\.\[hf\]'"):
         open_source("hf://openai/gsm8k")
 
 

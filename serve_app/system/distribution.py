@@ -1,0 +1,47 @@
+"""The name of this package for pip, its version, and what messages say about installing it."""
+
+import importlib.metadata
+import tomllib
+from functools import cache
+from pathlib import Path
+
+NAME = "saturate-serve"
+"""The name of the distribution, in pyproject.toml too."""
+
+PROJECT = Path(__file__).parents[2] / "pyproject.toml"
+"""The project file; a checkout has it, an installed package doesn't."""
+
+
+@cache
+def version() -> str:
+    """Return the version of this package: in a checkout from the project file, else the installed one."""
+    if PROJECT.is_file():
+        return str(tomllib.loads(PROJECT.read_text())["project"]["version"])
+    return importlib.metadata.version(NAME)
+
+
+def install(*extras: str, project: Path = PROJECT) -> str:
+    """Return the command that installs this package with some extras.
+
+    Args:
+        extras: Names of the extras.
+        project: The project file; the command is another one where it is missing.
+    """
+    named = f"[{','.join(extras)}]" if extras else ""
+    return f"pip install -e '.{named}'" if project.is_file() else f"pip install '{NAME}{named}'"
+
+
+def extra(name: str, project: Path = PROJECT) -> str:
+    """Return an extra with the command that installs it, such as "the extra hf: pip install ..."."""
+    return f"the extra {name}: {install(name, project=project)}"
+
+
+def build(name: str, project: Path = PROJECT) -> str:
+    """Return how to get a build of vLLM, without a second build beside it.
+
+    Args:
+        name: "cpu" or "gpu", as the extras.
+        project: The project file; the command is another one where it is missing.
+    """
+    new = f"{install(name, project=project)} in a new environment"
+    return f"{f'make install BUILD={name}' if project.is_file() else new}, or the image saturate-{name}"
