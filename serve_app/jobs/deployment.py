@@ -50,7 +50,6 @@ class Batches:
         from serve_app.jobs.engines import EngineClient
         from serve_app.jobs.errors import StoreError
         from serve_app.jobs.service import BatchesMetrics, BatchService
-        from serve_app.system.database import DatabaseError
 
         assert settings.batches is not None
         context = serve.get_replica_context()
@@ -63,8 +62,6 @@ class Batches:
         client = EngineClient(settings, engines, health, keys, self._lost)
         try:
             self._service = await BatchService.open(settings.batches, client, client.models, keys)
-        except DatabaseError:
-            raise
         except OSError as error:
             raise StoreError(_unusable(settings.batches, error)) from error
         self._metrics = None
@@ -116,7 +113,14 @@ class Batches:
 
 
 def _unusable(settings: BatchesSettings, error: OSError) -> str:
-    """Return the message about an unusable place, with the settings that name places."""
+    """Return the message about an unusable place, with the settings that name it."""
+    # Imported only here: no other process needs a database.
+    from serve_app.system.database import DatabaseError
+
+    if isinstance(error, DatabaseError):
+        # The message names the file or the server.
+        field = "database" if settings.database else "database_env" if settings.database_env else "folder"
+        return f"batches.{field}: {error}"
     places = {"batches.folder": settings.folder, "batches.content": settings.content}
     named = " or ".join(f"{field} ({place})" for field, place in places.items() if place)
     return f"{named}: {error}; it must be a place where the service can make folders and write files"

@@ -6,6 +6,7 @@ process runs. No lock has to be waited for, and no lost lock does harm.
 """
 
 import re
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,15 @@ from urllib.parse import urlsplit
 
 import sqlalchemy as sa
 from sqlalchemy import Connection, RowMapping
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import (
+    DataError,
+    DBAPIError,
+    IntegrityError,
+    NotSupportedError,
+    ProgrammingError,
+    SQLAlchemyError,
+    TimeoutError,
+)
 
 from serve_app.system.distribution import extra
 from serve_app.system.private_files import make_folders
@@ -82,7 +91,7 @@ class Database:
     """A database that this process owns until another process opens it.
 
     Its methods may be called in any thread. All of them raise a DatabaseError if the database fails; later
-    calls work again once the database does.
+    calls work again once the database does. A wrong statement raises the driver's own error.
 
     Args:
         engine: The connections, without transactions of their own.
@@ -148,7 +157,8 @@ class Database:
             UnusableError: The tables belong to another version.
         """
         mine = OWNERS.c.name == self._name
-        with self._begun() as connection:
+        # Another process may make the same tables at the same time.
+        with self._begun(making=True) as connection:
             OWNERS.create(connection, checkfirst=True)
             found = connection.execute(sa.select(OWNERS.c.version).where(mine)).scalar()
             if found is None and any(map(sa.inspect(connection).has_table, tables.tables)):
@@ -173,8 +183,8 @@ class Database:
             )
 
     @contextmanager
-    def _begun(self) -> Iterator[Connection]:
-        with self._writing, self._translated(), self._engine.connect() as connection:
+    def _begun(self, making: bool = False) -> Iterator[Connection]:
+        with self._writing, self._translated(making), self._engine.connect() as connection:
             sqlite = connection.dialect.name == "sqlite"
             connection.exec_driver_sql("BEGIN IMMEDIATE" if sqlite else "BEGIN")
             try:
@@ -189,15 +199,25 @@ class Database:
         self._reach("store.committed")
 
     @contextmanager
-    def _translated(self) -> Iterator[None]:
+    def _translated(self, making: bool = False) -> Iterator[None]:
         try:
             yield
         except DBAPIError as error:
             # SQLAlchemy's own message has the statement and its values.
+            if not making and _is_wrong(error) and error.orig is not None:
+                raise error.orig from None
             message = str(error.orig).strip() or type(error.orig).__name__
             raise DatabaseError(f"{self.place}: {message}") from error.orig
-        except SQLAlchemyError as error:
+        except TimeoutError as error:
             raise DatabaseError(f"{self.place}: {error}") from error
+
+
+def _is_wrong(error: DBAPIError) -> bool:
+    """Return whether a statement is wrong, or the tables are: it fails again, however often it is tried."""
+    if getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR:
+        # Python has one class for these errors and the errors of the disk.
+        return True
+    return isinstance(error, ProgrammingError | IntegrityError | DataError | NotSupportedError)
 
 
 def open_database(
