@@ -12,7 +12,6 @@ from ray.serve.handle import DeploymentHandle
 from serve_app.api.protocol import JSON
 from serve_app.auth.key_store import KeyStore
 from serve_app.ingress.status import Health
-from serve_app.ledger.callers import LostCalls
 from serve_app.settings.batches import BatchesSettings
 from serve_app.settings.schema import Settings
 from serve_app.system.cpu_scheduling import BACKGROUND_NICE, use_batch_scheduling
@@ -58,15 +57,14 @@ class Batches:
         if keys:
             keys.watch()
         self._keys = keys
-        self._lost = LostCalls(settings.usage, context.replica_tag)
-        client = EngineClient(settings, engines, health, keys, self._lost)
+        client = EngineClient(settings, engines, health, keys)
         try:
             self._service = await BatchService.open(settings.batches, client, client.models, keys)
         except OSError as error:
             raise StoreError(_unusable(settings.batches, error)) from error
         self._metrics = None
         if settings.telemetry.metrics:
-            self._metrics = BatchesMetrics(self._service.stats)
+            self._metrics = BatchesMetrics(self._service.stats, client.lost_calls)
             self._metrics.start()
         use_batch_scheduling(BACKGROUND_NICE)
         collect_rarely()
@@ -108,8 +106,6 @@ class Batches:
             metrics.stop()
         if service := getattr(self, "_service", None):
             await asyncio.shield(service.close(DRAIN_S))
-        if lost := getattr(self, "_lost", None):
-            await lost.stop()
 
 
 def _unusable(settings: BatchesSettings, error: OSError) -> str:
