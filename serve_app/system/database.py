@@ -226,6 +226,7 @@ def open_database(
     tables: sa.MetaData,
     version: int,
     *,
+    alone: bool = False,
     clock: Callable[[], float] = time.time,
     reach: Callable[[str], None] = lambda point: None,
 ) -> Database:
@@ -236,6 +237,8 @@ def open_database(
         name: What the tables hold, such as `batches`: PostgreSQL may hold several groups of tables.
         tables: The tables.
         version: Their version; a change of the tables counts it up.
+        alone: Whether no other process may open a database in SQLite before this process closes it or ends;
+            its error has SQLite's code SQLITE_BUSY.
         clock: Seconds since the Unix epoch.
         reach: Called with the name of each point around a commit; a test ends the process there.
 
@@ -245,7 +248,7 @@ def open_database(
         OSError: The folder or the file can't be made.
         DatabaseError: The database fails, or the file isn't a database.
     """
-    engine, place = _sqlite(where) if isinstance(where, Path) else _postgres(where)
+    engine, place = _sqlite(where, alone) if isinstance(where, Path) else _postgres(where)
     database = Database(engine, place, name, reach)
     try:
         database.take_over(tables, version, int(clock()))
@@ -255,17 +258,20 @@ def open_database(
     return database
 
 
-def _sqlite(path: Path) -> tuple[sa.Engine, str]:
+def _sqlite(path: Path, alone: bool) -> tuple[sa.Engine, str]:
     mode = journal_mode(path, Path("/proc/self/mounts").read_text())
     # A new folder and a new file are closed to other users, and so are SQLite's files beside it.
     make_folders(path.parent)
     path.touch(0o600)
     url = sa.URL.create("sqlite", database=str(path))
-    options = {"isolation_level": None, "check_same_thread": False}
-    engine = sa.create_engine(url, pool_size=CONNECTIONS, max_overflow=0, connect_args=options)
+    options = {"isolation_level": None, "check_same_thread": False} | ({"timeout": 0} if alone else {})
+    connections = 1 if alone else CONNECTIONS
+    engine = sa.create_engine(url, pool_size=connections, max_overflow=0, connect_args=options)
 
     @sa.event.listens_for(engine, "connect")
     def prepare(connection: Any, _: object) -> None:
+        if alone:
+            connection.execute("PRAGMA locking_mode = EXCLUSIVE")
         connection.execute(f"PRAGMA journal_mode = {mode}")
         # Each commit is synced; by default, WAL may lose the last commits when the power fails.
         connection.execute("PRAGMA synchronous = EXTRA")

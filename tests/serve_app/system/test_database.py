@@ -232,3 +232,17 @@ def test_a_file_between_machines_has_no_shared_memory(folder: str, mode: str) ->
 def test_a_file_system_without_locks_between_machines_is_refused(folder: str, kind: str) -> None:
     with pytest.raises(UnusableError, match=f"it is on {kind}, whose locks hold on one machine only"):
         journal_mode(Path(folder) / "names.db", MOUNTS)
+
+
+def test_a_database_of_one_process_alone_is_open_to_no_other(tmp_path: Path) -> None:
+    open_alone = partial(open_database, tmp_path / "names.db", "names", TABLES, 3, alone=True)
+    first = open_alone()
+    with first.transaction() as connection:
+        add(connection, "a")
+    with pytest.raises(DatabaseError, match="locked"):
+        open_alone()
+    assert ids(first) == ["a"]
+    first.close()
+    second = open_alone()
+    assert ids(second) == ["a"]
+    second.close()
