@@ -43,10 +43,6 @@ class Dashboard:
                 return applications
         return {}
 
-    def take_down(self) -> None:
-        """Stop all applications gracefully: each application finishes its requests."""
-        self._ask(self.url, "PUT", {"applications": []})
-
     def config(self) -> JSON:
         """Return the running config in the form of a PUT; empty if it is unavailable.
 
@@ -68,12 +64,6 @@ class Dashboard:
         except httpx.HTTPError as error:
             return str(error) or type(error).__name__
         return "" if answer.is_success else f"{answer.status_code}: {answer.text[:500]}"
-
-    def session(self) -> str:
-        """Return the name of the Ray session of the service; empty while it is unknown."""
-        if not self.applications():
-            return ""
-        return str(self._ask(str(httpx.URL(self.url).join("/api/version")), "GET").get("session_name", ""))
 
     def _ask(self, url: str, method: str, body: JSON | None = None) -> JSON:
         with suppress(httpx.HTTPError, ValueError):

@@ -19,10 +19,6 @@ class ConfigError(LaunchError):
     exit_code = USAGE
 
 
-class SlowStartError(LaunchError):
-    """Ray or Ray Serve exceeded one of its own time limits; a retry may be faster."""
-
-
 @contextmanager
 def service_errors() -> Iterator[None]:
     """Convert errors of a client to errors of a command."""

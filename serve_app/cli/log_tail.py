@@ -4,8 +4,6 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from serve_app.system.ray_seams import get_ray_address_file
-
 REQUESTS = "requests_*.log*"
 """Names of the Ingress replicas' request logs in the folder of Serve's logs."""
 
@@ -66,13 +64,3 @@ class LogLines:
     def _run(self) -> None:
         while not self._stop.wait(EVERY_S):
             self.look()
-
-
-def session_logs(session: str) -> Path:
-    """Return the folder of Serve's logs in a Ray session on this machine.
-
-    Args:
-        session: Name of the session.
-    """
-    # The folder of the sessions has the file with the address of the latest one.
-    return Path(get_ray_address_file(None)).parent / session / "logs/serve"

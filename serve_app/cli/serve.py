@@ -152,8 +152,11 @@ def serve(
       saturate serve configs/qwen2.5-7b-l4.yaml --log-format text
     """
     # An import of Ray takes a second; `--help` and completion don't need it.
-    from serve_app.cli.launch import launch
     from serve_app.models.source import is_config
+    from serve_app.settings.environment import prepare_ray
+
+    prepare_ray()
+    from serve_app.cli.foreground import launch
 
     overrides = (*target.overrides, *(override for _, override in settings))
     name = target.name or "demo"

@@ -21,7 +21,7 @@ from serve_app.settings.messages import plain_errors
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.schema import Settings, parse
 from serve_app.settings.user_config import parse_user_config
-from serve_app.system.yaml_text import load, updated_or_new
+from serve_app.system.yaml_text import load
 
 INGRESS = "Ingress"
 """Name of the deployment of the HTTP front."""
@@ -131,13 +131,11 @@ def asks_for_keys(config: ServeDeploySchema) -> bool:
     return all(app.import_path == IMPORT_PATH and app.args.get("access") for app in config.applications)
 
 
-def with_request_log(text: str, log_format: str) -> str:
-    """Return a config with another `telemetry.request_log` in this project's applications."""
-    config = load(text)
-    for app in config["applications"]:
-        if app["import_path"] == IMPORT_PATH:
-            app["args"]["telemetry"] = (app["args"].get("telemetry") or {}) | {"request_log": log_format}
-    return updated_or_new(text, config)
+def set_request_log(config: ServeDeploySchema, log_format: str) -> None:
+    """Set `telemetry.request_log` in this project's applications."""
+    for app in config.applications:
+        if app.import_path == IMPORT_PATH:
+            app.args["telemetry"] = (app.args.get("telemetry") or {}) | {"request_log": log_format}
 
 
 def _environment(app: ServeApplicationSchema) -> Mapping[str, str]:

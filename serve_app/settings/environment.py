@@ -103,25 +103,25 @@ START_LIMITS = (
 )
 """For the controller: timeouts of Ray Serve's proxy, longer than Ray Serve's defaults."""
 
-RAY_START_LIMITS = {
-    "RAY_raylet_start_wait_time_s": "120",
-    "RAY_gcs_server_port_wait_time_s": "120",
-    "RAY_gcs_rpc_server_connect_timeout_s": "60",
-    "RAY_py_gcs_connect_timeout_s": "60",
-    "RAY_worker_register_timeout_seconds": "180",
-    "RAY_agent_register_timeout_ms": "300000",
-    "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "180",
+RAY = {
+    "RAY_raylet_start_wait_time_s": "360",
+    "RAY_gcs_server_port_wait_time_s": "360",
+    "RAY_gcs_rpc_server_connect_timeout_s": "180",
+    "RAY_py_gcs_connect_timeout_s": "180",
+    "RAY_worker_register_timeout_seconds": "540",
+    "RAY_agent_register_timeout_ms": "900000",
+    "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "540",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # By default Ray gives its workers, and so the engine, a lower priority than other processes.
+    "RAY_worker_niceness": "0",
+    # Workers that start before they are asked for lack the environment of Serve's actors.
+    "RAY_prestart_worker_first_driver": "0",
 }
-"""For a Ray that `saturate serve` starts: timeouts of Ray's processes, longer than Ray's defaults.
+"""For a Ray that `saturate serve` starts.
 
-Ray gives the raylet 30 s, and a connection to its GCS 5 s, which a busy machine with two cores exceeds.
+The timeouts of Ray's processes are longer than Ray's own: Ray gives the raylet 30 s, and a connection to its
+GCS 5 s, which a busy machine with two cores exceeds.
 """
-
-PATIENCE = 3
-"""Factor on these timeouts for a second try."""
-
-PROXY_START_S = 300
-"""Seconds that `serve run` waits for Ray Serve's proxy in a second try; the first has Ray Serve's 60 s."""
 
 HARD_STOP = Variable(
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S",
@@ -182,6 +182,12 @@ def prepare(environment: MutableMapping[str, str] = os.environ) -> None:
         RuntimeError: Ray Serve is loaded already.
     """
     set_variables(OF_REPLICAS, environment)
+
+
+def prepare_ray(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set the variables of a Ray that this process will start; Ray reads some of them when it is imported."""
+    for name, value in RAY.items():
+        environment.setdefault(name, value)
 
 
 def set_variables(variables: Iterable[Variable], environment: MutableMapping[str, str]) -> None:

@@ -15,10 +15,9 @@ SEAMS: dict[str, Seam] = {
     "haproxy": Seam(
         "ray.serve._private", "limits and errors of HAProxy stand in its template", "HAPROXY_CONFIG_TEMPLATE"
     ),
-    "worker": Seam("ray._private", "the folder of a session is closed to others", "_global_node"),
-    "_get_global_client": Seam("ray.serve.context", "the address on which Ray Serve listens"),
-    "api": Seam("ray.serve._private", "a start waits longer for the proxies", "HTTP_PROXY_TIMEOUT"),
-    "client": Seam("ray.serve._private", "a start waits longer for the proxies", "HTTP_PROXY_TIMEOUT"),
+    "worker": Seam("ray._private", "the folder of a session", "_global_node"),
+    "_get_global_client": Seam("ray.serve.context", "the address of Ray Serve, and deploys of a config"),
+    "api": Seam("ray.serve._private", "models load while proxies start", "_create_controller_and_proxy_refs"),
     "get_ray_address_file": Seam("ray._common.utils", START),
     "read_ray_address": Seam("ray._private.utils", START),
     "generate_new_authentication_token": Seam(

@@ -44,15 +44,10 @@ def test_sigterm_finishes_requests_in_flight_and_leaves_no_process(
     assert service.processes() == []
 
 
-def kill_serve_run(service: Service) -> None:
-    (supervisor,) = service.pids("serve_app.cli.supervisor")
-    (serve_run,) = (pid for pid in service.pids("/serve run ") if pid != supervisor)
-    os.kill(serve_run, signal.SIGKILL)
-
-
-def kill_supervisor(service: Service) -> None:
-    (supervisor,) = service.pids("serve_app.cli.supervisor")
-    os.kill(supervisor, signal.SIGKILL)
+def kill_child(service: Service) -> None:
+    launcher, child = service.pids("serve_app.cli serve")
+    assert launcher == service.process.pid
+    os.kill(child, signal.SIGKILL)
 
 
 def interrupt_twice(service: Service) -> None:
@@ -63,8 +58,7 @@ def interrupt_twice(service: Service) -> None:
 
 KILLS: dict[str, Callable[[Service], None]] = {
     "SIGKILL of the launcher": lambda service: service.process.send_signal(signal.SIGKILL),
-    "SIGKILL of serve run": kill_serve_run,
-    "SIGKILL of the supervisor": kill_supervisor,
+    "SIGKILL of the process that runs Ray": kill_child,
     "SIGHUP": lambda service: service.process.send_signal(signal.SIGHUP),
     "two interrupts": interrupt_twice,
     "SIGTERM": lambda service: service.process.send_signal(signal.SIGTERM),

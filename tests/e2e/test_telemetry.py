@@ -3,13 +3,13 @@
 import json
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from serve_app.cli.log_tail import session_logs
 from tests.e2e.service import Service
 from tests.progress import wait_until
 
@@ -39,7 +39,7 @@ def lines_of(request_id: str) -> list[str]:
     """Return the lines of a request in the logs of the Ingress."""
     lines = [
         line
-        for file in session_logs("session_latest").glob("requests_*.log")
+        for file in Path("/tmp/ray/session_latest/logs/serve").glob("requests_*.log")
         for line in file.read_text().splitlines()
     ]
     return [line for line in lines if f'"{request_id}"' in line]

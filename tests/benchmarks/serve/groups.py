@@ -27,8 +27,6 @@ RULES = (
     ("Ray", "ray::"),
     ("Ray", "ray/_private"),
     ("launcher", "serve_app.cli"),
-    ("launcher", "serve_app.cli.supervisor"),
-    ("launcher", "serve run"),
     ("other", "resource_tracker"),
 )
 """Groups, and a part of the title of their processes; the first match counts."""

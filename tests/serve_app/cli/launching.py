@@ -1,21 +1,28 @@
-"""`saturate serve` in a process of its own, on a `serve` of the tests in place of Ray's."""
+"""`saturate serve` in a process of its own, on a stand-in for Ray."""
 
+import http.server
+import json
 import multiprocessing
 import os
 import select
 import signal
 import socket
-import sys
+import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
-import serve_app.cli.dashboard
-import serve_app.cli.launch
-import serve_app.cli.main
+import click
+import psutil
+
+from serve_app.cli.foreground import Cluster, launch
+from serve_app.system.command_line import run
 from tests.ports import free_port
 from tests.progress import STILL_S, wait_until
 from tests.serve_app.cli.services import config, write
@@ -25,6 +32,13 @@ LIMIT_S = STILL_S
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([__name__])
 """Starts Python and imports the command once, for all tests."""
+
+
+def parent(pid: int) -> int:
+    """Return the id of the parent of a process; 0 if it has ended."""
+    with suppress(psutil.Error):
+        return psutil.Process(pid).ppid()
+    return 0
 
 
 def _nothing() -> None:
@@ -37,7 +51,7 @@ class Command:
     Args:
         folder: Its working directory.
         arguments: Its arguments.
-        dashboard: URL that it takes for Ray's dashboard.
+        cluster: What runs the service.
         before: Called in its process first.
 
     Attributes:
@@ -48,18 +62,14 @@ class Command:
         self,
         folder: Path,
         *arguments: str,
-        dashboard: str = "",
+        cluster: Cluster | None = None,
         before: Callable[[], None] = _nothing,
     ) -> None:
         self.said = ""
         self._folder = folder
         self._stderr, stderr = FORKS.Pipe(duplex=False)
-        dashboard = dashboard or f"http://127.0.0.1:{free_port()}"
-        # `serve` is looked for beside Python.
-        python = folder / "python"
-        python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-        python.chmod(0o755)
-        self._process = FORKS.Process(target=self._run, args=(folder, arguments, dashboard, before, stderr))
+        cluster = cluster or StandIn(0)
+        self._process = FORKS.Process(target=self._run, args=(folder, arguments, cluster, before, stderr))
         self._process.start()
         stderr.close()
 
@@ -67,7 +77,7 @@ class Command:
     def _run(
         folder: Path,
         arguments: tuple[str, ...],
-        dashboard: str,
+        cluster: Cluster,
         before: Callable[[], None],
         stderr: Connection,
     ) -> None:
@@ -75,11 +85,16 @@ class Command:
         os.dup2(stderr.fileno(), 2)
         stderr.close()
         tempfile.tempdir = str(folder)
-        sys.executable = str(folder / "python")
-        serve_app.cli.dashboard.DASHBOARDS = [dashboard]
-        sys.argv = ["saturate", "serve", *arguments]
         before()
-        serve_app.cli.main.main()
+        verbose = "--verbose" in arguments
+        log_format = "text" if "--log-format" in arguments else None
+
+        def serve() -> int:
+            return launch(
+                Path(arguments[0]), verbose=verbose, log_format=log_format, cluster=lambda _: cluster
+            )
+
+        run(click.Command("serve", callback=serve), [])
 
     @property
     def pid(self) -> int:
@@ -136,78 +151,96 @@ class Command:
                 os.kill(pid, signal.SIGKILL)
 
 
-SERVE = """#!{python}
-import http.server, json, os, signal, subprocess, sys, yaml
-print("serve's own log", flush=True)
-for number, error in enumerate({failures}):
-    if not os.path.exists(f"failed.{{number}}"):
-        open(f"failed.{{number}}", "w").close()
-        print(error, flush=True)
-        sys.exit(3)
-port = yaml.safe_load(open(sys.argv[2]))["http_options"]["port"]
-# Processes that outlive `serve run`, in sessions of their own, as Ray's are; one ignores every signal.
-subprocess.Popen(["sh", "-c", "sleep 60 & wait"], start_new_session=True)
-deaf = "trap '' INT HUP TERM; echo; sleep 61 & wait"
-subprocess.Popen(["setsid", "--fork", "sh", "-c", deaf], stdout=subprocess.PIPE).stdout.readline()
-states = ["starting", "starting", "ready"]
+@dataclass
+class StandIn:
+    """A service with processes of the shape of Ray's: in sessions of their own, orphaned, and deaf.
 
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        state = states.pop(0) if len(states) > 1 else states[0]
-        ready = state == "ready"
-        body = {{"status": "ok" if ready else state, "models": {{"demo": {{"state": state}}}}}}
-        if self.path == "/dashboard":
-            # An application that never ends, as with a request in flight that takes long.
-            body = {{"http_options": {{"port": port}}, "applications": {{"llm": {{"status": "RUNNING"}}}}}}
-            ready = True
-        if self.path == "/api/version":
-            body, ready = {{"session_name": "mine"}}, True
-        self.send_response(200 if ready else 503)
-        self.end_headers()
-        self.wfile.write(json.dumps(body).encode())
+    Attributes:
+        port: Where it answers.
+        failures: Errors of the start.
+        busy: Its requests never finish.
+        ends: Its process ends by itself once it has started.
+        signals: The launcher gets SIGTERM while it starts.
+        logs: Folder of its request logs.
+    """
 
-    do_PUT = do_GET
+    port: int
+    failures: tuple[str, ...] = ()
+    busy: bool = False
+    ends: bool = False
+    signals: bool = False
+    logs: Path = Path("logs")
 
-    def log_message(self, *args):
-        pass
+    def start(self) -> Iterator[str]:
+        print("the log of Ray", flush=True)
+        for error in self.failures:
+            raise RuntimeError(error)
+        if self.signals:
+            os.kill(os.getppid(), signal.SIGTERM)
+        subprocess.Popen(["sh", "-c", "sleep 60 & wait"], start_new_session=True)
+        deaf = "trap '' INT HUP TERM; echo; sleep 61 & wait"
+        orphan = subprocess.Popen(["setsid", "--fork", "sh", "-c", deaf], stdout=subprocess.PIPE)
+        assert orphan.stdout
+        orphan.stdout.readline()
+        yield "Ray Serve"
+        states = ["starting", "starting", "ready"]
 
-server = http.server.HTTPServer(("127.0.0.1", port), Handler)
-# Time for the interrupt, however busy the machine is.
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-try:
-    server.serve_forever()
-except KeyboardInterrupt:
-    open("stopped", "w")
-"""
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                state = states.pop(0) if len(states) > 1 else states[0]
+                ready = state == "ready"
+                body = {"status": "ok" if ready else state, "models": {"demo": {"state": state}}}
+                self.send_response(200 if ready else 503)
+                self.end_headers()
+                self.wfile.write(json.dumps(body).encode())
+
+            def log_message(self, *args: object) -> None:
+                """Log nothing."""
+
+        server = http.server.HTTPServer(("127.0.0.1", self.port), Handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield "the models"
+
+    def failure(self) -> str:
+        if self.ends:
+            os._exit(7)
+        return ""
+
+    def request_logs(self) -> Path:
+        return self.logs.absolute()
+
+    def take_down(self) -> None:
+        if self.busy:
+            threading.Event().wait()
+        Path("stopped").touch()
+
+    def leave(self) -> None:
+        Path("left").touch()
 
 
 class Service(Command):
-    """`saturate serve` on the tests' `serve`.
+    """`saturate serve` on the stand-in.
 
     Args:
         folder: Its working directory.
-        failures: Errors in the log of the first starts, which end with them.
-        busy: The applications never end.
         arguments: Its options.
         before: Called in its process first.
+        cluster: Attributes of the stand-in.
     """
 
     def __init__(
         self,
         folder: Path,
         *,
-        failures: Sequence[str] = (),
-        busy: bool = False,
         arguments: Sequence[str] = (),
         before: Callable[[], None] = _nothing,
+        **cluster: Any,
     ) -> None:
         self.port = free_port()
-        serve = folder / "serve"
-        serve.write_text(SERVE.format(python=sys.executable, failures=repr(list(failures))))
-        serve.chmod(0o755)
         self.config = write(folder, config(self.port))
-        dashboard = f"http://127.0.0.1:{self.port}/dashboard" if busy else ""
-        super().__init__(folder, str(self.config), *arguments, dashboard=dashboard, before=before)
+        super().__init__(
+            folder, str(self.config), *arguments, cluster=StandIn(self.port, **cluster), before=before
+        )
 
     def hear_ready(self) -> None:
         self.hear(f"Ready: http://127.0.0.1:{self.port}")
@@ -217,13 +250,9 @@ class Service(Command):
         return (self._folder / "stopped").exists()
 
     @property
-    def supervisor(self) -> int:
-        (pid,) = self.processes("serve_app.cli.supervisor")
-        return pid
-
-    @property
-    def serve_run(self) -> int:
-        (pid,) = set(self.processes("/serve run ")) - {self.supervisor}
+    def child(self) -> int:
+        """The process that runs Ray."""
+        (pid,) = (pid for pid in self.processes() if parent(pid) == self.pid)
         return pid
 
     def logs(self) -> list[Path]:

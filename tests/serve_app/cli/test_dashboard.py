@@ -33,16 +33,6 @@ def test_the_dashboard_is_asked_without_a_proxy_and_for_little_cpu_time(
     assert Dashboard(8000).applications() == {"llm": {"status": "RUNNING"}}
 
 
-def test_applications_are_taken_down_by_an_empty_config(
-    dashboard: Callable[[dict[str, Any]], list[str]],
-) -> None:
-    asked = dashboard({"http_options": {"port": 8000}, "applications": {"llm": {"status": "RUNNING"}}})
-    ours = Dashboard(8000)
-    ours.applications()
-    ours.take_down()
-    assert asked == ["GET", 'PUT {"applications":[]}']
-
-
 def test_the_config_that_runs_is_one_that_can_be_deployed(
     dashboard: Callable[[dict[str, Any]], list[str]],
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-import serve_app.cli.launch
+import serve_app.cli.foreground
 from serve_app.cli.serve import serve
 from serve_app.cli.serve_config import read_config
 from serve_app.settings.completion import complete_config
@@ -37,7 +37,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, dict[str, Any]
         calls.append((path, options))
         return 0
 
-    monkeypatch.setattr(serve_app.cli.launch, "launch", launch)
+    monkeypatch.setattr(serve_app.cli.foreground, "launch", launch)
     return calls
 
 
@@ -69,7 +69,7 @@ def texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(path.read_text())
         return 0
 
-    monkeypatch.setattr(serve_app.cli.launch, "launch", launch)
+    monkeypatch.setattr(serve_app.cli.foreground, "launch", launch)
     return found
 
 

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import yaml
+from ray.serve.schema import ServeDeploySchema
 
 from serve_app.cli.errors import ConfigError
-from serve_app.cli.serve_config import answer_s, read_config, with_request_log
+from serve_app.cli.serve_config import answer_s, read_config, set_request_log
 from tests.serve_app.cli.services import config, write
 
 ROOT = Path(__file__).parents[3]
@@ -198,8 +199,11 @@ def test_another_application_s_args_are_not_ours_to_check(tmp_path: Path) -> Non
 def test_the_format_goes_into_the_config_and_leaves_the_rest() -> None:
     ours = {"import_path": "serve_app.app:build", "args": {"models": [], "telemetry": {"tenants": 3}}}
     theirs = {"import_path": "other:app", "args": {}}
-    changed = yaml.safe_load(with_request_log(yaml.safe_dump({"applications": [ours, theirs]}), "text"))
-    assert changed["applications"] == [
-        ours | {"args": {"models": [], "telemetry": {"tenants": 3, "request_log": "text"}}},
-        theirs,
+    config = ServeDeploySchema.model_validate(
+        {"applications": [ours | {"name": "a", "route_prefix": "/a"}, theirs]}
+    )
+    set_request_log(config, "text")
+    assert [app.args for app in config.applications] == [
+        {"models": [], "telemetry": {"tenants": 3, "request_log": "text"}},
+        {},
     ]

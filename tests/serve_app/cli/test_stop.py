@@ -55,14 +55,14 @@ def test_one_of_several_services_is_stopped_by_its_port(start: Start) -> None:
     assert f"port {first.port} (pid {first.pid})" in result.stderr
     run("--port", str(first.port))
     first.wait_gone()
-    assert second.serve_run
+    assert second.child
     assert [each.port for each in find_runs() if each.port in (first.port, second.port)] == [second.port]
 
 
 def test_leftovers_of_a_killed_service_are_ended(start: Start) -> None:
     service = start()
     service.hear_ready()
-    service.kill(service.pid, service.supervisor)
+    service.kill(service.pid, service.child)
     service.wait()
     (left,) = (each for each in find_runs() if each.port == service.port)
     assert not left.alive
@@ -71,4 +71,3 @@ def test_leftovers_of_a_killed_service_are_ended(start: Start) -> None:
     assert result.exit_code == 0
     assert f"processes of a killed service on port {service.port}" in result.stderr
     service.wait_gone()
-    assert service.stopped_in_order, "the kernel interrupts `serve run` when its supervisor dies"

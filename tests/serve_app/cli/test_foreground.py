@@ -1,22 +1,18 @@
 """A service from start to stop, and its processes after every kind of end.
 
-`serve run` is a stand-in with processes of the same shape: in sessions of their own, orphaned, and deaf.
+Ray is a stand-in with processes of the same shape: in sessions of their own, orphaned, and deaf.
 """
 
 import os
-import re
 import signal
-import subprocess
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from ray.serve.schema import ServeDeploySchema
 
-from serve_app.cli.launch import service_url
-from serve_app.settings.completion import complete_config
+from serve_app.cli.foreground import RayCluster, StopSignals, reason_of, service_url
 from serve_app.system.progress import Progress
 from tests.ports import free_port
 from tests.serve_app.cli.launching import Command, Service
@@ -64,14 +60,11 @@ def test_a_signal_stops_the_service_in_order_and_leaves_nothing(start: Start, nu
     # A closed terminal sends SIGHUP, see below.
     service = start()
     service.hear_ready()
+    service.hear("Started in ")
     assert "demo: starting" in service.said
-    assert "serve's own log" not in service.said
-    # The supervisor, `serve`, and two shells with a `sleep` each in sessions of their own.
-    assert len(service.processes()) == 6
-    command = Path(f"/proc/{service.serve_run}/cmdline").read_text().split("\0")
-    (path,) = (Path(word) for word in command if word.endswith(".yaml"))
-    # The service runs the config with the variables that it leaves out.
-    assert yaml.safe_load(path.read_text()) == complete_config(yaml.safe_load(service.config.read_text()))
+    assert "the log of Ray" not in service.said
+    # The child, and two shells with a `sleep` each in sessions of their own.
+    assert len(service.processes()) == 5
     service.signal(number)
     # A second one doesn't break off the stop.
     service.hear("Stopping")
@@ -81,7 +74,6 @@ def test_a_signal_stops_the_service_in_order_and_leaves_nothing(start: Start, nu
     assert service.processes() == []
     assert "Traceback" not in service.said
     assert service.logs() == []
-    assert not path.exists()
 
 
 def test_a_second_interrupt_cuts_off_requests_in_flight(start: Start) -> None:
@@ -92,34 +84,27 @@ def test_a_second_interrupt_cuts_off_requests_in_flight(start: Start) -> None:
     service.signal(signal.SIGINT)
     # Without it the stop takes minutes.
     assert service.wait() == 0
-    assert service.stopped_in_order
+    assert not service.stopped_in_order
     assert service.processes() == []
 
 
-def _beside_another_service(folder: Path) -> None:
-    """Print requests beside errors, behind a proxy that is not there, where Ray's folder is in `folder`."""
+def _behind_a_proxy() -> None:
+    """Print requests beside errors, behind a proxy that is not there."""
     os.dup2(2, 1)
     os.environ["HTTP_PROXY"] = f"http://127.0.0.1:{free_port()}"
-    os.environ["RAY_TMPDIR"] = str(folder)
 
 
 def test_request_lines_are_of_this_service_since_its_start_and_need_no_proxy(
     start: Start, tmp_path: Path
 ) -> None:
-    mine, other = (tmp_path / "ray" / session / "logs/serve" for session in ("mine", "other"))
-    for folder in (mine, other):
-        folder.mkdir(parents=True)
-    (tmp_path / "ray/session_latest").symlink_to(tmp_path / "ray/other")
-    (mine / "requests_old.log").write_text("a request before the start\n")
-    os.utime(mine / "requests_old.log", (1, 1))
-    arguments = ["--log-format", "text"]
-    service = start(busy=True, arguments=arguments, before=partial(_beside_another_service, tmp_path))
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "requests_old.log").write_text("a request before the start\n")
+    os.utime(logs / "requests_old.log", (1, 1))
+    service = start(arguments=["--log-format", "text"], before=_behind_a_proxy, logs=logs)
     service.hear_ready()
-    (other / "requests_a.log").write_text("a request to the other service\n")
-    (mine / "requests_a.log").write_text("a request to this service\n")
+    (logs / "requests_a.log").write_text("a request to this service\n")
     service.hear("a request to this service\n")
-    service.signal(signal.SIGINT)
-    service.hear("Stopping; requests in flight")
     service.signal(signal.SIGINT)
     assert service.wait() == 0
     assert service.said.count("a request ") == 1
@@ -147,8 +132,7 @@ def test_a_closed_terminal_stops_the_service_in_order(start: Start) -> None:
 
 KILLS: dict[str, Callable[[Service], None]] = {
     "the launcher": lambda service: service.signal(signal.SIGKILL),
-    "serve run": lambda service: service.kill(service.serve_run),
-    "the supervisor": lambda service: service.kill(service.supervisor),
+    "its child": lambda service: service.kill(service.child),
 }
 
 
@@ -164,7 +148,7 @@ def test_sigkill_leaves_nothing(start: Start, killed: str) -> None:
 def test_a_service_ends_the_leftovers_of_a_killed_one(start: Start) -> None:
     killed = start()
     killed.hear_ready()
-    killed.kill(killed.pid, killed.supervisor)
+    killed.kill(killed.pid, killed.child)
     killed.wait()
     assert killed.processes("sleep")
     service = start()
@@ -184,108 +168,39 @@ def test_a_second_service_on_one_port_names_the_first(start: Start, tmp_path: Pa
     )
 
 
-TRACE = """\
-2026-11-27 10:00:00,000 ERROR scripts.py:600 -- Received unexpected error, see console logs for more details.
-Traceback (most recent call last):
-  File "scripts.py", line 580, in run
-    serve.start()
-    ^^^^^^^^^^^^^
-{error}
-"""
-"""The end of the log of a `serve run` that fails."""
-
-
-def test_a_start_that_is_too_slow_is_tried_once_more(start: Start) -> None:
-    service = start(failures=[TRACE.format(error="TimeoutError: HTTP proxies not available after 60s.")])
-    service.hear_ready()
-    (line,) = [line for line in service.said.splitlines() if "trying again" in line]
-    assert "] Ray Serve's proxy did not start within 60 s: " in line
-    assert re.search(r"load \d+ on \d+ core", line)
-    assert "Traceback" not in service.said
-    service.signal(signal.SIGTERM)
-    assert service.wait() == 0
-    assert service.processes() == []
-    assert service.logs() == []
-
-
-def test_a_start_that_is_too_slow_twice_is_an_error_of_one_line_and_a_log(start: Start) -> None:
-    trace = TRACE.format(error="TimeoutError: HTTP proxies not available after 60s.")
-    service = start(failures=[trace, trace, "not a third time"])
-    assert service.wait() == 1
-    error, log = service.said.splitlines()[-2:]
-    assert error.startswith("error: Ray Serve's proxy did not start within 60 s; a second try failed too: ")
-    assert log == f"the log: {service.logs()[0]}"
-    assert service.logs()[0].read_text().count("Traceback") == 2
-    assert "Traceback" not in service.said
-    assert service.processes() == []
-
-
-def test_a_signal_after_a_start_that_was_too_slow_stops_the_second_one(start: Start) -> None:
-    trace = TRACE.format(error="TimeoutError: HTTP proxies not available after 60s.")
-    service = start(failures=[trace], before=_signal_with_the_retry)
-    assert service.wait() == 0
-    assert "Ready" not in service.said
-    assert service.processes() == []
-
-
-def _signal_with_the_retry() -> None:
-    end = Progress.end
-
-    def say(self: Progress, message: str = "") -> None:
-        end(self, message)
-        if message.endswith("trying again"):
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    Progress.end = say  # type: ignore[method-assign]
-
-
-def test_a_failed_start_says_the_last_error_and_names_the_log_with_the_stack(start: Start) -> None:
-    service = start(failures=[TRACE.format(error="ValueError: no such thing")] * 2)
+def test_a_failed_start_says_its_error_and_names_the_log_with_the_stack(start: Start) -> None:
+    service = start(failures=("no such thing",))
     assert service.wait() == 1
     (log,) = service.logs()
-    error = "error: `serve run` failed, with exit code 3: ValueError: no such thing"
-    assert service.said.splitlines()[-2:] == [error, f"the log: {log}"]
-    assert "serve's own log" in log.read_text()
-    # An error that the machine did not cause is not tried again.
+    assert service.said.splitlines()[-2:] == ["error: RuntimeError: no such thing", f"the log: {log}"]
+    assert "the log of Ray" in log.read_text()
     assert log.read_text().count("Traceback") == 1
     assert "Traceback" not in service.said
+    assert service.processes() == []
 
 
 def test_the_option_verbose_shows_the_log_as_it_grows(start: Start) -> None:
-    service = start(failures=[TRACE.format(error="ValueError: no such thing")], arguments=["--verbose"])
+    service = start(failures=("no such thing",), arguments=["--verbose"])
     assert service.wait() == 1
-    assert "serve's own log\n" in service.said
+    assert "the log of Ray\n" in service.said
     assert "Traceback" in service.said
     assert service.said.splitlines()[-1] == f"the log: {service.logs()[0]}"
 
 
 def test_a_service_that_ends_by_itself_is_an_error_and_leaves_nothing(start: Start) -> None:
-    service = start()
-    service.hear_ready()
-    service.kill(service.serve_run)
+    service = start(ends=True)
     assert service.wait() == 1
-    assert "error: `serve run` ended by itself, with exit code 137: serve's own log\n" in service.said
+    assert "error: the process that runs Ray ended by itself, with exit code 7\n" in service.said
     assert service.said.endswith(f"the log: {service.logs()[0]}\n")
     assert service.processes() == []
 
 
-def _signal_while_serve_is_started() -> None:
-    popen = subprocess.Popen
-
-    def start(*args: Any, **options: Any) -> Any:
-        process = popen(*args, **options)
-        os.kill(os.getpid(), signal.SIGTERM)
-        return process
-
-    subprocess.Popen = start  # type: ignore[assignment, misc]
-
-
-def test_a_signal_while_serve_is_being_started_leaves_nothing(start: Start) -> None:
-    service = start(before=_signal_while_serve_is_started)
-    code = service.wait()
+def test_a_signal_during_the_start_leaves_nothing(start: Start) -> None:
+    service = start(signals=True)
+    assert service.wait() == 0
     assert service.processes() == []
     assert "Traceback" not in service.said
-    assert code == 0
+    assert "Ready" not in service.said
 
 
 def _signal_while_another_is_handled() -> None:
@@ -308,3 +223,106 @@ def test_a_signal_while_another_is_handled_does_not_break_off_the_stop(start: St
     assert service.processes() == []
     assert "Traceback" not in service.said
     assert code == 0
+
+
+HAPROXY = """\
+\x1b[36mray::HAProxyManager.ready()\x1b[39m (pid=5, ip=10.0.0.1)
+  File "haproxy.py", line 3, in ready
+    self.start()
+RuntimeError: HAProxy crashed during startup: [NOTICE]   (5) : haproxy version is 2.8.25
+[ALERT]    (5) : Starting frontend stats: cannot bind socket [0.0.0.0:8404]
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ValueError("no such thing"), "ValueError: no such thing"),
+        (ValueError("x" * 1_000), f"ValueError: {'x' * 488}"),
+        # The version of HAProxy is no reason.
+        (
+            RuntimeError(HAPROXY),
+            "RuntimeError: HAProxy crashed during startup: Starting frontend stats: cannot bind socket "
+            "[0.0.0.0:8404]",
+        ),
+    ],
+)
+def test_an_exception_is_told_on_one_line(error: Exception, reason: str) -> None:
+    assert reason_of(error) == reason
+
+
+class Client:
+    """The client of a Serve with one application."""
+
+    def __init__(self, app: dict[str, Any]) -> None:
+        self._app = app
+
+    def get_serve_details(self) -> dict[str, Any]:
+        return {"applications": {"llm": self._app}}
+
+
+TRACE = (
+    'Traceback:\n  File "x.py", line 3, in __init__\n    load()\n    ^^^^^^\nOSError: no such model\n  at all'
+)
+
+
+@pytest.mark.parametrize(
+    ("app", "reason"),
+    [
+        (
+            {
+                "message": "failed",
+                "deployments": {
+                    "Ingress": {"status": "HEALTHY", "message": "fine"},
+                    "Engine:demo": {"status": "DEPLOY_FAILED", "message": TRACE},
+                },
+            },
+            "Engine:demo: OSError: no such model\n  at all",
+        ),
+        ({"message": "failed"}, "failed"),
+    ],
+)
+def test_a_deployment_that_fails_is_reported_by_its_error_without_the_stack(
+    app: dict[str, Any], reason: str
+) -> None:
+    cluster = RayCluster(ServeDeploySchema(applications=[]), Client(app | {"status": "DEPLOY_FAILED"}))
+    assert cluster.failure() == f"the application 'llm' could not start: {reason}"
+
+
+# Signals
+
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.fixture
+def signals() -> Iterator[StopSignals]:
+    before = {number: signal.getsignal(number) for number in NUMBERS}
+    signals = StopSignals()
+    signals.catch()
+    yield signals
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("first", NUMBERS)
+def test_an_interrupt_after_another_signal_is_impatient(signals: StopSignals, first: signal.Signals) -> None:
+    os.kill(os.getpid(), first)
+    assert signals.asked
+    assert not signals.at_once
+    os.kill(os.getpid(), signal.SIGINT)
+    assert signals.at_once
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_other_signals_may_come_several_times(signals: StopSignals, number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+    os.kill(os.getpid(), number)
+    assert signals.asked
+    assert not signals.at_once
+
+
+def test_a_service_under_nohup_outlives_its_terminal(signals: StopSignals) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signals.catch()
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert not signals.asked
