@@ -29,6 +29,7 @@ from tests.pages import (
     links,
     pages,
     parse_blocks,
+    prose,
     read,
     select,
 )
@@ -63,7 +64,7 @@ def test_there_are_pages() -> None:
 
 
 def test_the_landing_page_is_short() -> None:
-    assert len(read("README.md").splitlines()) <= 140
+    assert len(read("README.md").splitlines()) <= 150
 
 
 @each(*blocks())
@@ -112,6 +113,39 @@ def test_links_have_targets(page: str) -> None:
 def test_a_broken_link_is_found() -> None:
     text = "# One: `two`\n[a](#one-two) [b](#three) [c](configs) [d](nowhere.md) [e](https://example.org)"
     assert broken("README.md", text) == ["#three", "nowhere.md"]
+
+
+def misnamed(page: str, text: str) -> list[str]:
+    """Return the links of a page that lead to the page itself, or to another page than their text names.
+
+    A link to a heading of its own page is right; its text must not be the name of a file.
+    """
+    found = []
+    for name, target in re.findall(r"\[`?([^]`]+)`?\]\(([^\s)]+)\)", prose(text)):
+        path, _, anchor = target.partition("#")
+        there = os.path.normpath(os.path.join(os.path.dirname(page), path)) if path else page
+        if (there == page and not anchor) or (name.endswith(".md") and not there.endswith(name)):
+            found.append(target)
+    return found
+
+
+@every_page
+def test_links_lead_to_the_page_that_their_text_names(page: str) -> None:
+    assert misnamed(page, read(page)) == []
+
+
+def test_a_misnamed_link_is_found() -> None:
+    text = "[here](README.md) [configs/README.md](#start) [fine](#start) [LICENSE.md](docs/LICENSE.md)"
+    assert misnamed("README.md", text) == ["README.md", "#start"]
+
+
+def test_the_plot_of_the_landing_page_has_the_figures_of_the_benchmarks() -> None:
+    table = re.findall(
+        r"^\| (\d+) \| ([\d,]+) / ([\d,]+) \| ([\d.]+) \|", read("tests/benchmarks/README.md"), re.M
+    )
+    drawn = re.findall(r">([\d,.]+)(?: streams?| times)?<", read("tests/benchmarks/results/h100.svg"))
+    assert len(table) == 4
+    assert {figure for row in table for figure in row} <= set(drawn)
 
 
 def test_every_page_is_two_clicks_from_the_landing_page() -> None:

@@ -50,7 +50,13 @@ Values = Iterator[JSON]
 
 
 class CorruptError(CommandError, InputError):
-    """A file is broken, or doesn't have the form of a dataset; another read would fail in the same way."""
+    """A file is broken, or doesn't have the form of a dataset; another read would fail in the same way.
+
+    Attributes:
+        files: Files of the input that were read, with the broken file.
+    """
+
+    files = 1
 
 
 @dataclass(slots=True, frozen=True)
@@ -58,7 +64,7 @@ class InputRow:
     """One row of the input.
 
     Attributes:
-        number: Position in the whole input, from 0; or the number that the output knows the row by.
+        number: Position in the whole input, from 0.
         values: The columns.
     """
 

@@ -81,8 +81,7 @@ async def test_every_row_comes_back_once() -> None:
     assert [row["row"] for row in rows] == list(range(23))
     assert rows[0] == {
         "row": 0,
-        # The output fills in the number.
-        "id": None,
+        "id": 0,
         "result": "P0",
         "finish_reason": "stop",
         "prompt_tokens": 2,
@@ -315,7 +314,7 @@ async def test_a_run_over_a_mended_file_loses_and_doubles_nothing(tmp_path: Path
         source = open_source(str(folder))
         output = Output(tmp_path / "out.jsonl", {}, source.fingerprint(), existing)
         drive = Drive(
-            output.numbered(source.files()),
+            numbered(source.values()),
             Prompter(),
             client(service),
             {},
@@ -327,6 +326,9 @@ async def test_a_run_over_a_mended_file_loses_and_doubles_nothing(tmp_path: Path
         try:
             await drive.run()
             output.complete()
+        except CorruptError as error:
+            output.note_broken(error.files, drive.read)
+            raise
         finally:
             output.close()
 

@@ -261,7 +261,6 @@ def engine_of(executor: type[SimulatedExecutor], kind: type[VirtualEngine]) -> t
             _complete(self)
 
         def _executor(self) -> type[SimulatedExecutor]:
-            fields = {"time": self.time, "make_device": staticmethod(self.device)}
-            return type("Executor", (executor,), fields)
+            return type("Executor", (executor,), {"time": self.time})
 
     return Engine
