@@ -86,6 +86,7 @@ class Usage:
         counted: Tokens that the engine has counted for the sequences that have ended.
         outcome: Its end.
         cost: Cost of the records of a function; 0 for a language model.
+        searches: Its sequences are steps of a beam search: their prompt counts once, that of the first one.
     """
 
     submitted_at: float
@@ -94,6 +95,7 @@ class Usage:
     counted: Tokens = NONE
     outcome: Outcome = "ok"
     cost: int = 0
+    searches: bool = False
     _request: "RequestUsage | None" = None
     _running: tuple[Sequences, ...] = ()
 
@@ -111,7 +113,7 @@ class Usage:
             # A beam search has thousands, one after the other: the ended ones are added up.
             for each in self._running:
                 if each.ended():
-                    self.counted = self.counted.plus(each.tokens())
+                    self.counted = self._plus(self.counted, each)
                 else:
                     running.append(each)
             self._running = tuple(running)
@@ -137,8 +139,14 @@ class Usage:
     def _total(self) -> Tokens:
         total = self.counted
         for each in self._running:
-            total = total.plus(each.tokens())
+            total = self._plus(total, each)
         return total
+
+    def _plus(self, total: Tokens, sequences: Sequences) -> Tokens:
+        tokens = sequences.tokens()
+        if self.searches and total.prompt:
+            tokens = Tokens(output=tokens.output)
+        return total.plus(tokens)
 
 
 @dataclass(slots=True)

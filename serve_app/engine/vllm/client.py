@@ -205,6 +205,10 @@ class GatedLLM(CountedLLM):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run a beam search in one slot, as `beam_width` sequences.
 
+        The search asks the engine for each token of each beam, with the text so far as the prompt. It counts
+        its prompt once and the tokens that it samples: at most `beam_width` for each of `max_tokens` steps,
+        which is what the quotas reserve, and what the `usage` of the answer says at most.
+
         Args:
             search: The search of vLLM's application.
             prompt: The rendered prompt.
@@ -220,12 +224,13 @@ class GatedLLM(CountedLLM):
         with noted(job):
             if params.structured_outputs is not None:
                 await self._check_grammar(job, params.structured_outputs)
+            await self._cover(job, length)
             reserved, output_tokens = self._cost(length, params.max_tokens, width)
             async with self.door.place(job, reserved, output_tokens, width) as slot:
                 self._check_adapter(options.get("lora_request"))
                 job.searching = True
                 results = search(prompt=prompt, params=params, **options)
-                with CountedPrompt(job.usage, slot) as counted:
+                with CountedPrompt(job.usage, slot, searches=True) as counted:
                     async with aclosing(results):
                         async for output in results:
                             counted.last = output
@@ -265,10 +270,7 @@ class GatedLLM(CountedLLM):
         """
         if (job := current()) is not None:
             if not job.searching:
-                try:
-                    await job.cover(prompt_length(prompt, self.model_config.max_model_len))
-                except RequestError as error:
-                    raise refused(error) from None
+                await self._cover(job, prompt_length(prompt, self.model_config.max_model_len))
             if self.traced:
                 options["trace_headers"] = trace_context(job.request.headers)
             if self.salts:
@@ -277,6 +279,13 @@ class GatedLLM(CountedLLM):
             return await super().add_request(request_id, prompt, params, *args, **options)
         except OF_REQUESTS as error:
             raise VLLMValidationError(str(error)) from error
+
+    async def _cover(self, job: Job, length: int) -> None:
+        """Reserve what a prompt of a job has beyond its bound; see `add_request` for the errors."""
+        try:
+            await job.cover(length)
+        except RequestError as error:
+            raise refused(error) from None
 
     async def _add_request(
         self, request: Any, prompt: str | None, parent_req: Any, index: int, queue: Any

@@ -128,6 +128,7 @@ class CountedPrompt:
     Args:
         usage: The usage of its request.
         slot: Its slot, which has started.
+        searches: Whether it gets a beam search; see `Usage`.
 
     Attributes:
         last: The last output of vLLM.
@@ -135,8 +136,9 @@ class CountedPrompt:
 
     __slots__ = ("_own", "last")
 
-    def __init__(self, usage: RequestUsage, slot: Slot) -> None:
+    def __init__(self, usage: RequestUsage, slot: Slot, *, searches: bool = False) -> None:
         self._own = usage.begin(slot)
+        self._own.searches = searches
         # The engine has the tokens of an answer that comes as a whole long before its end.
         slot.follow(self._own.produced)
         self.last: Any = None

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serve_app.api.facts import Facts
 from serve_app.wire.usage import RequestUsage, Tokens, Usage
 
 
@@ -129,3 +130,31 @@ def test_a_request_ends_with_its_last_slot_and_begins_none_after_that() -> None:
 def test_the_totals_cross_the_relay() -> None:
     usage = RequestUsage(Tokens(3, 2, 1 << 40), 0.5, 1.5, "failed")
     assert RequestUsage.unpack(usage.pack()) == usage
+
+
+@given(
+    prompt=st.integers(1, 1_000),
+    cached=st.integers(0, 1_000),
+    width=st.integers(1, 8),
+    lived=st.lists(st.integers(1, 8), min_size=1, max_size=12),
+)
+def test_a_beam_search_has_no_more_tokens_than_its_reservation(
+    prompt: int, cached: int, width: int, lived: list[int]
+) -> None:
+    """A step asks the engine for a token of each beam that lives, with the text so far as the prompt."""
+    usage = RequestUsage()
+    slot = usage.begin()
+    slot.searches = True
+    beams = [min(each, width) for each in lived]
+    reserved = Facts(prompt=prompt, answers=width, output=len(beams)).most(prompt + len(beams))
+    for step, living in enumerate(beams):
+        asked = [Sequence(Tokens(prompt + step, cached + step, 0)) for _ in range(living)]
+        for each in asked:
+            slot.count(each)
+            each.now = each.now._replace(output=1)
+        assert usage.total() == Tokens(prompt, cached, sum(beams[: step + 1]))
+        assert usage.total().prompt + usage.total().output <= reserved
+        for each in asked:
+            each.over = True
+    slot.end()
+    assert usage.counted == Tokens(prompt, cached, sum(beams))

@@ -525,7 +525,7 @@ async def test_a_beam_search_is_admitted_once_with_all_its_beams() -> None:
         # Four beams are four records.
         assert site.batcher.stats.total_completed == 4
         # All that the engine has sampled: a token for each beam and step.
-        assert job.usage.counted == Tokens(12 * 10, 0, 12)
+        assert job.usage.counted == Tokens(10, 0, 12)
         site.check_free()
 
 
