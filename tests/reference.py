@@ -200,7 +200,6 @@ FOLDERS = {
     "batcher": "The library: both batchers, without any other package.",
     "serve_app": "What `serve run` imports, the client of a service, the schema of its statistics.",
     "serve_app/cli": "The command `saturate`, each subcommand with what it needs.",
-    "serve_app/cli/checks": "The checks of `saturate doctor`.",
     "serve_app/models": "`saturate serve MODEL`: devices, files, memory, the config with its comments.",
     "serve_app/tuning": "`saturate plan`, `tune` and `profile`.",
     "serve_app/dataset": "`saturate batch`: inputs, prompts, the run, outputs.",

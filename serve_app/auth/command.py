@@ -1,4 +1,4 @@
-"""The command `saturate keys`: makes, lists, checks and rotates API keys.
+"""The command `saturate keys`: makes, lists and checks API keys.
 
 saturate keys new --name ada --tenant research >> keys.yaml
 """
@@ -13,11 +13,9 @@ from typing import Any, TypeVar
 import click
 
 from serve_app.auth.keys import Key, expired_keys, hash_key, new_key, plain_keys, read_keys
-from serve_app.auth.rotation import RotationError, add_secret, drop_old_secret, entry_of
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.usage import Quota
 from serve_app.system.command_line import WrongInput, run
-from serve_app.system.disk import replace_text
 from serve_app.system.yaml_text import dump
 
 Command = TypeVar("Command", bound=Callable[..., object])
@@ -32,10 +30,9 @@ def main() -> None:
 
 @click.group()
 def keys() -> None:
-    """Make and change API keys in the file that `access.keys_file` of a config names.
+    """Make and check API keys for the file that `access.keys_file` of a config names.
 
-    Exit codes: 0 done; 1 `check` has found a mistake, or the file can't be written; 2 the command or the file
-    is wrong, and nothing was changed.
+    Exit codes: 0 done; 1 `check` has found a mistake; 2 the command or the file is wrong.
     """
 
 
@@ -57,7 +54,11 @@ def _limit_options(command: Command) -> Command:
 
 
 @keys.command()
-@click.option("--name", required=True, help="Person or program that gets the key; unique.")
+@click.option(
+    "--name",
+    required=True,
+    help="Person or program that gets the key; a name of the file gets a second secret.",
+)
 @click.option("--tenant", required=True, help="Tenant of its requests; tenants share the engines fairly.")
 @click.option(
     "--weight",
@@ -97,6 +98,10 @@ def new(
 
     The entry, on standard output, has the hash of the key. The key is shown once, on standard error, and kept
     nowhere.
+
+    A name that the file has already gets a second secret: both are valid, and share quota and use. Give the
+    same options as for the first one, but --expires. Once its clients use the new secret, delete the older
+    entry.
 
     \b
     Examples:
@@ -159,41 +164,8 @@ def check(file: Path) -> None:
         print(f"warning: {file}: {line}", file=sys.stderr)
     for name in plain_keys(text, found):
         print(f"warning: {file}: has the key of {name} in plain text; the hash is enough", file=sys.stderr)
-    print(f"{file}: {len(found)} key{'s' * (len(found) != 1)}")
-
-
-@keys.command()
-@click.option("--name", required=True, help="The key.")
-@click.option(
-    "--in-place", "-i", is_flag=True, help="Change the file, instead of printing the changed entry."
-)
-@click.option("--finish", is_flag=True, help="Drop the old secret, instead of adding a new one.")
-@_file
-def rotate(name: str, in_place: bool, finish: bool, file: Path) -> None:
-    """Give a key a second secret, so that its clients can change over; later, drop the first.
-
-    Both secrets are valid until --finish. The new secret is shown once, on standard error, and kept nowhere.
-    With --in-place, the file keeps its comments; otherwise the key's changed entry is printed.
-
-    \b
-    Examples:
-      saturate keys rotate --name ada --in-place keys.yaml
-      saturate keys rotate --name ada --in-place --finish keys.yaml
-    """
-    text = _text(file)
-    _read(file, text)
-    key = "" if finish else _new_key()
-    try:
-        changed = drop_old_secret(text, name) if finish else add_secret(text, name, hash_key(key.encode()))
-        entry = "" if in_place else entry_of(changed, name)
-    except (RotationError, SettingsError) as error:
-        raise WrongInput(str(error)) from None
-    print(entry, end="", flush=True)
-    if key:
-        _show(name, key)
-    if in_place:
-        # Write last: every valid secret has been shown.
-        _write(file, changed)
+    count = len({key.name for key in found})
+    print(f"{file}: {count} key{'s' * (count != 1)}")
 
 
 def _new_key() -> str:
@@ -226,23 +198,12 @@ def _read(file: Path, text: str) -> list[Key]:
         raise WrongInput(str(error)) from None
 
 
-def _write(file: Path, text: str) -> None:
-    """Replace the content of a file atomically: a reader finds the old content or the new content."""
-    try:
-        replace_text(file, text)
-    except OSError as error:
-        raise click.ClickException(
-            f"{file}: {error.strerror}; it is unchanged, and its keys are as before"
-        ) from None
-
-
 def _row(key: Key, now: float) -> tuple[str, ...]:
     quota = key.quota.model_dump(exclude_none=True) if key.quota else {}
     limits = [f"{name} {limit}" for name, limit in quota.items()]
     marks = [
         "admin" if key.admin else "",
         "any tenant" if key.any_tenant else "",
-        "two secrets" if len(key.hashes) > 1 else "",
     ]
     return (
         key.name,

@@ -120,7 +120,7 @@ class KeyStore:
             if name not in environment:
                 raise SettingsError(f"access.keys_env: the environment has no variable {name}")
             self._fixed = self._read(environment[name], f"access.keys_env ({name})")
-        self._keys: dict[str, Key] = {}
+        self._keys: dict[str, list[Key]] = {}
         self._callers: dict[str, Caller] = {}
         self._rounds = Rounds("the look at the API keys", clock=clock)
         self._watched = False
@@ -198,16 +198,18 @@ class KeyStore:
         return caller
 
     def describe(self) -> list[JSON]:
-        """Return all keys for an administrator, without hashes; see `Key.describe`."""
+        """Return all secrets of all keys for an administrator, without hashes; see `Key.describe`."""
         now = self._now()
-        return [key.describe(now) for key in self._keys.values()]
+        return [key.describe(now) for secrets in self._keys.values() for key in secrets]
 
     def named(self, name: str) -> Key | None:
-        """Return the key of that name, valid or not; None if there is no such key."""
-        return self._keys.get(name)
+        """Return the key of that name, with a valid secret if it has one; None if there is no such key."""
+        now = self._now()
+        secrets = self._keys.get(name, [])
+        return max(secrets, key=lambda key: key.state(now) == "valid", default=None)
 
     def state(self, name: str) -> State | None:
-        """Return the present state of the key of that name; None if there is no such key."""
+        """Return the present state of the key of that name: its best secret's; None: there is no such key."""
         key = self.named(name)
         return None if key is None else key.state(self._now())
 
@@ -221,10 +223,12 @@ class KeyStore:
         check_together(keys, places, "access")
         if not self._quotas and (limited := [key.name for key in keys if key.quota]):
             raise SettingsError(f"access: the quota of the key {limited[0]!r} needs args.usage.quotas")
-        self._keys = {key.name: key for key in keys}
-        callers = list(map(Caller, keys))
+        by_name: dict[str, list[Key]] = {}
+        for key in keys:
+            by_name.setdefault(key.name, []).append(key)
+        self._keys = by_name
         # One assignment, since other threads read it meanwhile.
-        self._callers = {hash: caller for caller in callers for hash in caller.key.hashes}
+        self._callers = {key.sha256: Caller(key) for key in keys}
 
     def _read(self, text: str, source: str) -> list[Key]:
         """Read a list of keys; log a warning about each key that has expired or is there in plain text.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from datetime import UTC, date, datetime, time
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, PlainValidator, Tag, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, PlainValidator, TypeAdapter, ValidationError
 
 from serve_app.api.protocol import JSON, Flag
 from serve_app.api.scheduling import TIER_PRIORITY, Tenant
@@ -35,21 +35,6 @@ def _hash(text: str) -> str:
 
 
 Hash = Annotated[str, AfterValidator(_hash)]
-
-
-def _two_differ(hashes: tuple[str, ...]) -> tuple[str, ...]:
-    if len(set(hashes)) < len(hashes):
-        raise ValueError("has the same hash twice")
-    return hashes
-
-
-_TWO = Annotated[tuple[Hash, ...], Field(min_length=1, max_length=2), AfterValidator(_two_differ)]
-
-Hashes = Annotated[
-    Annotated[Hash, Tag("one")] | Annotated[_TWO, Tag("list")],
-    Discriminator(lambda value: "list" if isinstance(value, list | tuple) else "one"),
-]
-"""The hash of a key's secret, or two hashes while its clients change to a new secret."""
 
 
 def _read_time(text: str) -> date:
@@ -81,12 +66,18 @@ def _expiry(value: object) -> datetime:
 
 
 class Key(Strict):
-    """One API key, as the hash of its secret, and the requests that it allows."""
+    """One secret of an API key, as its hash, and the requests that the key allows.
+
+    Entries with one name are secrets of one key: they differ in `OF_A_SECRET` alone.
+    """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$")] = Field(
-        description="The holder's name, for messages and logs. Unique."
+        description=(
+            "The holder's name, for messages and logs. Entries with one name are secrets of one key: they "
+            "agree in all fields but `sha256`, `expires` and `disabled`."
+        )
     )
-    sha256: Hashes = Field(description="The hash of the secret, in hex, or the hashes of two valid secrets.")
+    sha256: Hash = Field(description="The hash of the secret, in hex. Unique.")
     tenant: Tenant = Field(description="Tenant of the key's requests; tenants share the engines fairly.")
     weight: Weight | None = Field(
         default=None,
@@ -112,9 +103,9 @@ class Key(Strict):
         default=None, description="Address ranges from which clients may use the key; by default all."
     )
     expires: Annotated[datetime, PlainValidator(_expiry)] | None = Field(
-        default=None, description="Time, in UTC, at which the key becomes invalid; by default never."
+        default=None, description="Time, in UTC, at which the secret becomes invalid; by default never."
     )
-    disabled: Flag = Field(default=False, description="The key is invalid while this is true.")
+    disabled: Flag = Field(default=False, description="The secret is invalid while this is true.")
     admin: Flag = Field(
         default=False,
         description="The key may list the keys, read the usage of all keys, and load and unload adapters.",
@@ -127,23 +118,18 @@ class Key(Strict):
     )
 
     @property
-    def hashes(self) -> tuple[str, ...]:
-        """The hashes of the valid secrets."""
-        return (self.sha256,) if isinstance(self.sha256, str) else self.sha256
-
-    @property
     def expires_at(self) -> float:
-        """Seconds since the epoch at which the key becomes invalid; infinity: never."""
+        """Seconds since the epoch at which the secret becomes invalid; infinity: never."""
         return self.expires.timestamp() if self.expires else math.inf
 
     def state(self, now: float) -> State:
-        """Return the state of the key at a time in seconds since the epoch."""
+        """Return the state of the secret at a time in seconds since the epoch."""
         if self.disabled:
             return "disabled"
         return "expired" if self.expires_at <= now else "valid"
 
     def describe(self, now: float) -> JSON:
-        """Return the key as JSON for an administrator, without its hashes.
+        """Return the key as JSON for an administrator, without the hash of its secret.
 
         Args:
             now: Seconds since the epoch.
@@ -153,13 +139,15 @@ class Key(Strict):
             "state": self.state(now),
             **self.model_dump(mode="json", exclude={"sha256", "expires", "disabled"}),
             "expires_at": self.expires and int(self.expires_at),
-            "secrets": len(self.hashes),
         }
 
     def priorities(self) -> dict[int, str]:
         """Return the names of `tiers` by priority."""
         return {TIER_PRIORITY[tier]: tier for tier in self.tiers}
 
+
+OF_A_SECRET = frozenset({"sha256", "expires", "disabled"})
+"""Fields in which two secrets of one key may differ."""
 
 _KEYS = TypeAdapter(list[Key])
 
@@ -194,18 +182,21 @@ def check_together(keys: Sequence[Key], places: Sequence[str], source: str) -> N
         places: The paths of the keys.
         source: Their origin, for errors.
     """
-    for field, values in (
-        ("name", [(key.name,) for key in keys]),
-        ("sha256", [key.hashes for key in keys]),
-    ):
-        holders: dict[str, int] = {}
-        for number, its in enumerate(values):
-            for value in its:
-                other = holders.setdefault(value, number)
-                if other != number:
-                    where = f"{places[other]}.{field} and {places[number]}.{field}"
-                    names = f"{keys[other].name}, {keys[number].name}"
-                    raise SettingsError(f"{source}: {where}: two keys with the same {field}: {names}")
+    first: dict[str, int] = {}
+    for number, key in enumerate(keys):
+        other = first.setdefault(key.sha256, number)
+        if other != number:
+            where = f"{places[other]}.sha256 and {places[number]}.sha256"
+            raise SettingsError(f"{source}: {where}: one hash twice: {keys[other].name}, {key.name}")
+        # A hash is no name, so both may stand in one dictionary.
+        other = first.setdefault(f"name {key.name}", number)
+        for field in Key.model_fields:
+            if field not in OF_A_SECRET and getattr(keys[other], field) != getattr(key, field):
+                where = f"{places[other]}.{field} and {places[number]}.{field}"
+                raise SettingsError(
+                    f"{source}: {where}: two entries named {key.name} are secrets of one key, so they must "
+                    f"have the same {field}; another key needs another name"
+                )
     weights: dict[str, tuple[float, int]] = {}
     for number, key in enumerate(keys):
         if key.weight is not None:
@@ -251,7 +242,7 @@ def plain_keys(text: str, keys: list[Key]) -> list[str]:
         keys: The keys in it.
     """
     found = {hash_key(match.encode()) for match in _PLAIN.findall(text)}
-    return [key.name for key in keys if found.intersection(key.hashes)]
+    return list(dict.fromkeys(key.name for key in keys if key.sha256 in found))
 
 
 def expired_keys(keys: Sequence[Key], now: float) -> list[str]:
@@ -269,9 +260,6 @@ def expired_keys(keys: Sequence[Key], now: float) -> list[str]:
 
 
 def _describe(place: tuple[int | str, ...], type: str, message: str) -> str:
-    if place[1:2] == ("sha256",):
-        # pydantic adds the form of the value: one hash or a list of hashes.
-        place = place[:2] + place[3:]
     if type == "extra_forbidden":
         fields = _SECTIONS.get(place[-2], Key).model_fields
         known = suggestion(str(place[-1]), fields, "`saturate schema` has them all", "allowed are")

@@ -96,8 +96,8 @@ def usage(
     engine_s       seconds in the engine, summed over concurrent calls
     price          price, if the config or the ledger has prices
 
-    A call has its row within a second of its end. A call that was lost with its engine (`lost`) has a row
-    without tokens. Lost and failed calls cost nothing. Prices are exact decimals.
+    A call has its row within a second of its end. A call that was lost with the process of its engine has no
+    row. Lost and failed calls cost nothing. Prices are exact decimals.
 
     Exit codes: 0, also without calls; 1 a file can't be read; 2 the ledger or the config doesn't exist, or is
     wrong.

@@ -15,11 +15,11 @@ from pydantic_core import from_json, to_json
 
 from serve_app.api.protocol import JSON
 from serve_app.client import Backoff, Client, Retries, ServiceError, json_of
-from serve_app.dataset.errors import CommandError, gave_up, output_error
-from serve_app.dataset.output import drafted
+from serve_app.dataset.errors import CommandError, gave_up, output_error, written
 from serve_app.dataset.progress import Shown, eta, open_progress
 from serve_app.jobs.errors import GaveUpError, RunError
 from serve_app.jobs.models import ENDED
+from serve_app.system.disk import drafted
 
 FIRST_POLL_S, MOST_POLL_S = 0.25, 5.0
 """Seconds between two looks at a batch: at first, and at most."""
@@ -331,7 +331,7 @@ class APIRun:
         self._display.say(f"trying again: {error.message}")
 
     def _write_note(self, note: JSON) -> None:
-        with drafted(self._note_path) as draft:
+        with written(self._note_path), drafted(self._note_path) as draft:
             draft.write_bytes(to_json(note))
 
 

@@ -13,7 +13,7 @@ import click
 
 from serve_app.dataset.api import APIRun, errors_of
 from serve_app.dataset.errors import CommandError, DiskError
-from serve_app.dataset.formats import CorruptError, numbered
+from serve_app.dataset.formats import CorruptError
 from serve_app.dataset.options import (
     ARGUMENTS,
     EPILOG,
@@ -23,7 +23,6 @@ from serve_app.dataset.options import (
     chosen,
     sampling_fields,
 )
-from serve_app.dataset.output import Existing, Output, check_output
 from serve_app.dataset.progress import open_progress, run_shown
 from serve_app.dataset.prompts import Prompter, read_template
 from serve_app.dataset.readers import open_source
@@ -36,6 +35,7 @@ from serve_app.system.command_line import INTERRUPTED, USAGE, run
 from serve_app.telemetry import catalogue
 
 if TYPE_CHECKING:
+    from serve_app.dataset.output import Existing
     from serve_app.telemetry.meters import Meters
 
 FAILED, SOME_FAILED, DISK_FAILED = 1, 3, 4
@@ -122,6 +122,9 @@ class Session:
     """
 
     def __init__(self, options: SimpleNamespace) -> None:
+        # A run with --api needs no database.
+        from serve_app.dataset.output import Output, check_output
+
         self._options = options
         template = None if options.template is None else read_template(options.template)
         self._prompter = Prompter(
@@ -177,8 +180,6 @@ class Session:
             asyncio.run(self._run())
         except RunError as error:
             failure = error
-            if isinstance(error, CorruptError) and self._drive:
-                self._output.note_broken(error.files, self._drive.read)
         except asyncio.CancelledError:
             # The second interrupt.
             pass
@@ -189,7 +190,7 @@ class Session:
     async def _run(self) -> None:
         options = self._options
         self._drive = drive = Drive(
-            numbered(self._source.values()),
+            self._output.numbered(self._source.files()),
             self._prompter,
             self._client,
             self._fields,

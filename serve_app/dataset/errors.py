@@ -1,6 +1,8 @@
 """Errors that end a run, and errors of single rows."""
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from serve_app.jobs.errors import GaveUpError, RunError
@@ -42,6 +44,15 @@ def output_error(path: Path, error: OSError) -> OutputError:
     if error.errno in DiskError.ERRNOS:
         return DiskError(path, error)
     return OutputError(f"{path}: {error.strerror or error}")
+
+
+@contextmanager
+def written(path: Path) -> Iterator[None]:
+    """Return the context of a write; an error of the system is an OutputError of the file."""
+    try:
+        yield
+    except OSError as error:
+        raise output_error(path, error) from None
 
 
 def gave_up(error: GaveUpError) -> RunError:

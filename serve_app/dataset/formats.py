@@ -50,13 +50,7 @@ Values = Iterator[JSON]
 
 
 class CorruptError(CommandError, InputError):
-    """A file is broken, or doesn't have the form of a dataset; another read would fail in the same way.
-
-    Attributes:
-        files: Files of the input that were read, with the broken file.
-    """
-
-    files = 1
+    """A file is broken, or doesn't have the form of a dataset; another read would fail in the same way."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -64,7 +58,7 @@ class InputRow:
     """One row of the input.
 
     Attributes:
-        number: Position in the whole input, from 0.
+        number: Position in the whole input, from 0; or the number that the output knows the row by.
         values: The columns.
     """
 

@@ -46,8 +46,8 @@ Output:
                          type and message). During the run, rows are in the order in which
                          they finish (for Parquet in OUTPUT.journal.jsonl); at the end, in
                          the order of the input.
-  OUTPUT.run.db          the input and options of the output, and which rows are done;
-                         keep it beside the output
+  OUTPUT.run.db          the results, with the input and the options of the run; keep it
+                         beside the output: the same command needs it to continue
   OUTPUT.report.json     the summary as JSON
   With --api: the result file of the batch, by default INPUT with .output.jsonl at its end;
   OUTPUT.errors.jsonl has the rows that failed (.errors in place of .output), and

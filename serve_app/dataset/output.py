@@ -1,66 +1,63 @@
-"""The output of a run: its rows as lines, and a database of the rows that are done.
+"""The output of a run: its rows in a database beside it, and the output as an export of the database.
 
-The lines are OUTPUT itself, or for Parquet OUTPUT.journal.jsonl. During a run they are in the order in which
-rows end. A group of rows is appended and synced, and then committed to OUTPUT.run.db with the place of each
-line. So after a crash, committed lines are whole, and whole lines after them are rows that were written just
-before the crash: the next start commits them. At the end the lines are put in the order of the input.
+OUTPUT.run.db has the results of all rows, by their file of the input and their number there. During a run, a
+copy of each recorded line is added to OUTPUT, or for Parquet to OUTPUT.journal.jsonl, in the order in which
+rows end. At the end, OUTPUT is written once, in the order of the input.
 """
 
 import json
 import os
 import sqlite3
-import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
+import sqlalchemy as sa
 from pydantic_core import from_json, to_json
+from sqlalchemy import Connection
 
 from serve_app.api.protocol import JSON
 from serve_app.dataset.errors import DiskError, OutputError, output_error
-from serve_app.jobs.rows import Result, RowTokens
-from serve_app.system.disk import sync
+from serve_app.dataset.formats import InputRow, Values
+from serve_app.jobs.results import Results
+from serve_app.jobs.rows import Result
+from serve_app.system.database import Database, DatabaseError, FencedError, UnusableError, open_database
+from serve_app.system.disk import drafted
 
 Existing = Literal["same", "resume", "overwrite"]
 """Handling of existing rows: continue if options and input are the same, continue anyway, or begin anew."""
 
-VERSION = 2
-
-COPY_BYTES = 1 << 20
+VERSION = 3
 
 GROUP_ROWS = 5_000
 """Rows in a row group of Parquet, which is held in memory."""
 
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS run (name TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS done (
-    row INTEGER PRIMARY KEY,
-    offset INTEGER NOT NULL,
-    size INTEGER NOT NULL,
-    error TEXT,
-    prompt_tokens INTEGER NOT NULL,
-    completion_tokens INTEGER NOT NULL
-);
-"""
-"""`run` has the version, the options, the input, and the state: `running`, `ordering`, or `complete`."""
+ROW_BITS = 40
+"""Bits of a row's number within its file; the bits above are the number of the file."""
 
-IN_ORDER = """
-SELECT NOT EXISTS (
-    SELECT 1 FROM (SELECT offset < LAG(offset) OVER (ORDER BY row) AS back FROM done) WHERE back
-)
-"""
+ROWS = 1 << ROW_BITS
 
-PUT_IN_ORDER = """
-UPDATE done SET offset = ordered.place
-FROM (SELECT row, SUM(size) OVER (ORDER BY row) - size AS place FROM done) AS ordered
-WHERE done.row = ordered.row
-"""
+METADATA = sa.MetaData()
+
+RESULTS = Results(METADATA)
+"""The results; each file of the input is a run of its own."""
+
+RUN = sa.Table("run", METADATA, sa.Column("name", sa.Text(), primary_key=True), sa.Column("value", sa.Text()))
+"""`options`, `input` and `totals` of the run, and whether it is `complete`."""
+
+FILES = sa.select(RESULTS.table.c.batch).distinct().order_by(RESULTS.table.c.batch)
+
+TOTALS = sa.select(RUN.c.value).where(RUN.c.name == "totals")
 
 FAILING = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR}
 """SQLite's errors of a disk that is full, or fails."""
+
+NOTHING: JSON = {"rows": 0, "failed": {}, "prompt_tokens": 0, "completion_tokens": 0, "bytes": 0}
+"""Totals of an output without rows."""
 
 Reach = Callable[[str], None]
 """Called with the name of each step before the step is made; a test ends the process there."""
@@ -72,7 +69,7 @@ class Output:
     Args:
         path: A `.jsonl` or `.parquet` file.
         options: Options that determine the results.
-        input: Fingerprint of the input.
+        input: Fingerprint of the input, with the names of its files as `content`.
         existing: Handling of existing rows.
         reach: Called before each step that changes a file.
 
@@ -97,32 +94,48 @@ class Output:
         self.finished: JSON | None = None
         self._reach = reach
         self._parquet = path.suffix == ".parquet"
-        self._lines = path.with_name(f"{path.name}.journal.jsonl") if self._parquet else path
-        self._draft = path.with_name(f"{path.name}.draft")
+        self._copy = path.with_name(f"{path.name}.journal.jsonl") if self._parquet else path
         self._state = path.with_name(f"{path.name}.run.db")
+        self._files = [name for name, _ in input.get("content", [])] or [""]
+        self._starts: dict[int, int] = {}
         self._lock = threading.Lock()
         self._file: int | None = None
-        self._end = 0
-        there = next((one for one in (path, self._lines) if one.exists() and one.stat().st_size), None)
-        if there and existing != "overwrite" and not self._state.exists():
-            raise OutputError(
-                f"{there} exists with no {self._state.name} beside it, so this command didn't write it; "
-                "name another output, or replace it with --overwrite"
-            )
-        self._db = self._opened(existing)
+        if existing != "overwrite" and not self._state.exists():
+            for one in (path, self._copy):
+                if one.exists() and one.stat().st_size:
+                    raise OutputError(
+                        f"{one} exists with no {self._state.name} beside it, so this command didn't write "
+                        "it; name another output, or replace it with --overwrite"
+                    )
+        with self._translated():
+            self._db = self._opened(anew=existing == "overwrite")
+        self._totals = NOTHING
         try:
             with self._translated():
                 self._begin({"options": options, "input": input}, existing)
-                self.before = self._count()
+                self.before: int = self._totals["rows"]
         except BaseException:
             self.close()
             raise
 
+    def numbered(self, files: Iterable[tuple[str, Values]]) -> Iterator[InputRow]:
+        """Number the rows of the input's files, by the file and the place in it.
+
+        A file that was mended has its rows under the same numbers, and so have the files after it.
+        """
+        start = 0
+        for file, (_, values) in enumerate(files):
+            self._starts[file] = start
+            for line, row in enumerate(values):
+                start = self._starts[file] + line + 1
+                yield InputRow(file << ROW_BITS | line, row)
+
     def done(self, first: int, last: int) -> set[int]:
-        """Return which of the rows from `first` to `last` are in the output."""
-        query = "SELECT row FROM done WHERE row BETWEEN ? AND ?"
-        with self._lock, self._translated():
-            return {row for (row,) in self._db.execute(query, (first, last))}
+        """Return which of the rows from `first` to `last` are in the output; both are of one file."""
+        file = first >> ROW_BITS << ROW_BITS
+        with self._translated():
+            lines = RESULTS.lines(self._db, self._files[file >> ROW_BITS], first - file, last - file)
+        return {file | line for line in lines}
 
     def record(self, results: Sequence[Result]) -> None:
         """Add rows: all of them durably, or none.
@@ -130,24 +143,31 @@ class Output:
         Raises:
             DiskError: The disk is full, or fails.
         """
-        with self._lock:
-            self._append(results)
+        groups: dict[str, list[Result]] = {}
+        for result in results:
+            file, line = divmod(result.line, ROWS)
+            text = _renumbered(result.text, self._starts.get(file, 0) + line)
+            groups.setdefault(self._files[file], []).append(result._replace(line=line, text=text))
+        with self._lock, self._translated():
+            with self._db.transaction() as db:
+                new = [one for group in RESULTS.add(db, groups).values() for one in group]
+                lines = [_with_id(one.text) for one in new]
+                totals = _added(from_json(db.execute(TOTALS).scalar_one()), new, lines)
+                _note(db, totals=totals)
+            self._totals = totals
+            self._reach("copy")
+            self._append(b"".join(lines))
 
     def totals(self) -> JSON:
         """Return totals of all rows, including rows of earlier runs."""
-        sums = "COUNT(*), COALESCE(SUM(prompt_tokens), 0), COALESCE(SUM(completion_tokens), 0)"
-        with self._lock, self._translated():
-            ((rows, read, written),) = self._db.execute(f"SELECT {sums} FROM done")
-            failed = dict(
-                self._db.execute("SELECT error, COUNT(*) FROM done WHERE error IS NOT NULL GROUP BY error")
-            )
+        rows, failed = self._totals["rows"], sum(self._totals["failed"].values())
         return {
             "rows": rows,
-            "with_result": rows - sum(failed.values()),
-            "failed": sum(failed.values()),
-            "failed_by_type": failed,
-            "prompt_tokens": read,
-            "completion_tokens": written,
+            "with_result": rows - failed,
+            "failed": failed,
+            "failed_by_type": dict(self._totals["failed"]),
+            "prompt_tokens": self._totals["prompt_tokens"],
+            "completion_tokens": self._totals["completion_tokens"],
         }
 
     def complete(self) -> None:
@@ -157,17 +177,13 @@ class Output:
             OutputError: The disk is full, or fails. The next run continues from here.
         """
         with self._lock, self._translated():
-            if self._parquet:
-                with drafted(self.path) as draft:
-                    _write_parquet(draft, _split(self._pieces()))
-                    self._reach("rename")
-            elif not self._db.execute(IN_ORDER).fetchone()[0]:
-                self._put_in_order()
+            self._export(self.path, self._parquet, self._in_order())
             self._reach("complete")
-            self._note(state="complete")
+            with self._db.transaction() as db:
+                _note(db, complete=True)
             self._reach("remove")
             if self._parquet:
-                self._lines.unlink(missing_ok=True)
+                self._copy.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Close the output; further calls do nothing."""
@@ -177,254 +193,144 @@ class Output:
                 self._file = None
             self._db.close()
 
-    def _opened(self, existing: Existing) -> sqlite3.Connection:
-        """Return the database, opened exclusively."""
-        while True:
-            try:
-                db = sqlite3.connect(self._state, timeout=0, isolation_level=None, check_same_thread=False)
-                try:
-                    # The lock is held until the connection is closed, or the process ends.
-                    for pragma in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = FULL"):
-                        db.execute(f"PRAGMA {pragma}")
-                    db.execute("BEGIN EXCLUSIVE")
-                    db.execute("COMMIT")
-                    db.executescript(SCHEMA)
-                except BaseException:
-                    db.close()
-                    raise
-                return db
-            except sqlite3.DatabaseError as error:
-                if error.sqlite_errorcode & 0xFF in FAILING:
-                    raise _database_error(self._state, error) from None
-                if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY:
-                    raise OutputError(
-                        f"{self.path}: another run is writing it; wait for it, or end it"
-                    ) from None
-                if existing != "overwrite":
-                    message = f"{self._state}: not the state of a run ({error}); --overwrite begins anew"
-                    raise OutputError(message) from None
-                self._state.unlink()
+    def _opened(self, anew: bool) -> Database:
+        """Return the database, opened for this process alone."""
+        try:
+            return self._database()
+        except (DatabaseError, UnusableError) as error:
+            if _code(error) == sqlite3.SQLITE_BUSY:
+                message = f"{self.path}: another run is writing it; wait for it, or end it"
+                raise OutputError(message) from None
+            if _code(error) in FAILING:
+                raise
+            if not anew:
+                raise OutputError(f"{error}; --overwrite begins anew") from None
+        for end in ("", "-wal", "-journal"):
+            self._state.with_name(f"{self._state.name}{end}").unlink(missing_ok=True)
+        return self._database()
+
+    def _database(self) -> Database:
+        return open_database(self._state, "rows", METADATA, VERSION, alone=True, reach=self._reach)
 
     def _begin(self, run: JSON, existing: Existing) -> None:
         """Find out which rows are done, and whether this run may add rows."""
-        noted = {name: from_json(value) for name, value in self._db.execute("SELECT name, value FROM run")}
-        if existing == "overwrite":
-            noted = {}
-        elif noted.get("version", VERSION) != VERSION:
-            raise OutputError(f"{self._state}: written by another version; --overwrite begins anew")
-        if noted.get("state") == "ordering":
-            if self._draft.exists():
-                self._draft.replace(self._lines)
-            self._note(state="running")
-        whole = noted.get("state") == "complete"
-        if not (self.path if whole else self._lines).exists():
-            noted, whole = {}, False
+        noted = {row["name"]: from_json(row["value"]) for row in self._db.rows(sa.select(RUN))}
+        self._totals = noted.get("totals", NOTHING)
         differences = _differences(noted, run) if noted else []
-        if noted and not whole:
-            self._recover()
-        if differences and not self._count():
-            # The first command of a user may have a mistake. Without rows, there is nothing to protect.
-            noted, differences, whole = {}, [], False
+        # The first command of a user may have a mistake. Without rows, there is nothing to protect.
+        if existing == "overwrite" or (differences and not self._totals["rows"]):
+            noted, differences, self._totals = {}, [], NOTHING
         if differences and existing != "resume":
             raise OutputError(
-                f"{self.path} has {self._count():,} rows of another run:\n  "
+                f"{self.path} has {self._totals['rows']:,} rows of another run:\n  "
                 + "\n  ".join(differences)
                 + "\nName another output, begin anew with --overwrite, or keep these rows and continue "
                 "with --resume"
             )
-        if differences and (reason := self._misnumbered(noted, run["input"])):
-            raise OutputError(
-                f"{reason}, so the rows of {self.path} have other numbers now; name another output, or begin "
-                "anew with --overwrite"
-            )
-        if whole and self._parquet:
-            self._lines.unlink(missing_ok=True)
-        if whole and not differences:
+        if noted.get("complete") and not differences and self.path.exists():
+            if self._parquet:
+                self._copy.unlink(missing_ok=True)
             self.finished = self.totals()
-        elif whole and self._parquet:
-            raise OutputError(f"{self.path}: complete, nothing can be added to it; --overwrite begins anew")
+            return
+        with self._db.transaction() as db:
+            if not noted:
+                db.execute(sa.delete(RESULTS.table))
+            _note(db, totals=self._totals, complete=False, **run)
         if not noted:
-            self._remove()
-        if self.finished is None:
-            self._note(version=VERSION, state="running", files_read=None, **run)
-            self._recover()
+            self.path.unlink(missing_ok=True)
+        self._open_copy()
 
-    def note_broken(self, files: int, rows: int) -> None:
-        """Note where the input is broken, so that the file may be mended: later files have no rows yet.
+    def _open_copy(self) -> None:
+        """Open the copy to add lines. A copy that lacks lines, after a crash for example, is written anew."""
+        size = self._copy.stat().st_size if self._copy.exists() else 0
+        if size != self._totals["bytes"]:
+            self._export(self._copy, False, (_with_id(text) for _, _, text in self._rows()))
+        self._file = os.open(self._copy, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
-        Args:
-            files: Files that were read, with the broken file.
-            rows: Rows that were read.
-        """
-        if not self.done(rows, sys.maxsize):
-            self._note(files_read=files)
-
-    def _misnumbered(self, noted: JSON, now: JSON) -> str:
-        """Return which change of the input gives rows in the output other numbers; empty: none does.
-
-        Rows are known by their numbers over all files. Rows and files may be added at the end.
-        """
-        before, after = noted["input"].get("content") or [], now.get("content") or []
-        before = before[: noted.get("files_read")]
-        for number, (name, size) in enumerate(before):
-            found = after[number] if number < len(after) else [None, 0]
-            if found[0] != name or (number + 1 < len(before) and found[1] != size):
-                return f"{name} has changed, and is not the last file of the input"
-        return ""
-
-    def _remove(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-        self._db.execute("DELETE FROM done")
-        self._db.execute("DELETE FROM run")
-        for path in {self.path, self._lines, self._draft}:
-            path.unlink(missing_ok=True)
-
-    def _count(self) -> int:
-        return int(self._db.execute("SELECT COUNT(*) FROM done").fetchone()[0])
-
-    def _note(self, **values: Any) -> None:
-        rows = [(name, to_json(value).decode()) for name, value in values.items()]
-        with self._transaction():
-            self._db.executemany("INSERT OR REPLACE INTO run VALUES (?, ?)", rows)
-
-    def _recover(self) -> None:
-        """Open the lines, and commit the rows after the last commit."""
-        if self._file is None:
-            self._file = os.open(self._lines, os.O_RDWR | os.O_CREAT, 0o666)
-        end = int(self._db.execute("SELECT COALESCE(MAX(offset + size), 0) FROM done").fetchone()[0])
-        if os.fstat(self._file).st_size < end or not self._is_known():
-            raise OutputError(
-                f"{self._lines} is not what this command wrote there; put the file back as it was, or begin "
-                "anew with --overwrite"
-            )
-        adopted: list[Result] = []
-        numbers: set[int] = set()
-        bad = False
-        with self._lines.open("rb") as file:
-            file.seek(end)
-            for line in file:
-                found = None if bad else _result(line)
-                if (
-                    found is None
-                    or found.line in numbers
-                    or self._db.execute("SELECT 1 FROM done WHERE row = ?", (found.line,)).fetchone()
-                ):
-                    bad = True
-                else:
-                    numbers.add(found.line)
-                    adopted.append(found)
-                    continue
-                if line.endswith(b"\n"):
-                    count = 1 + len(adopted) + self._count()
-                    raise OutputError(
-                        f"{self._lines}: line {count} is not what this command wrote there; put the file "
-                        "back as it was, or begin anew with --overwrite"
-                    )
-        self._end = end + sum(len(one.text) for one in adopted)
-        os.ftruncate(self._file, self._end)
-        # A killed run may have left rows that are only in the memory of this machine.
-        os.fsync(self._file)
-        self._commit(adopted, end)
-
-    def _is_known(self) -> bool:
-        """Return whether the last committed line is in its place."""
-        last = self._db.execute("SELECT row, offset, size FROM done ORDER BY offset DESC LIMIT 1").fetchone()
-        if last is None:
-            return True
-        row, offset, size = last
+    def _append(self, text: bytes) -> None:
         assert self._file is not None
-        found = _result(os.pread(self._file, size, offset))
-        return found is not None and found.line == row
-
-    def _append(self, results: Sequence[Result]) -> None:
-        assert self._file is not None
-        file, start = self._file, self._end
-        text = b"".join(result.text for result in results)
-        rest = memoryview(text)
-        self._reach("append")
+        rest, end = memoryview(text), os.fstat(self._file).st_size
         try:
-            os.lseek(file, start, os.SEEK_SET)
             while rest:
-                rest = rest[os.write(file, rest) :]
-            self._reach("sync")
-            os.fsync(file)
+                rest = rest[os.write(self._file, rest) :]
         except OSError as error:
             with suppress(OSError):
-                os.ftruncate(file, start)
-            raise output_error(self._lines, error) from None
-        self._end = start + len(text)
-        # A failed commit may have taken place. So the lines stay, and the next start commits them.
-        with self._translated():
-            self._commit(results, start)
-        self._reach("committed")
+                os.ftruncate(self._file, end)
+            raise output_error(self._copy, error) from None
 
-    def _commit(self, results: Sequence[Result], start: int) -> None:
-        rows = []
-        for result in results:
-            error = from_json(result.text)["error"]["type"] if result.is_error else None
-            tokens = result.tokens
-            place = (result.line, start, len(result.text))
-            rows.append((*place, error, tokens.input_tokens, tokens.output_tokens))
-            start += len(result.text)
-        if rows:
-            with self._transaction():
-                self._db.executemany("INSERT INTO done VALUES (?, ?, ?, ?, ?, ?)", rows)
+    def _export(self, path: Path, parquet: bool, lines: Iterator[bytes]) -> None:
+        with drafted(path) as draft:
+            if parquet:
+                _write_parquet(draft, lines)
+            else:
+                with draft.open("wb") as file:
+                    file.writelines(lines)
+            self._reach("replace")
 
-    def _put_in_order(self) -> None:
-        with _removed_on_error(self._draft), self._draft.open("wb") as file:
-            for piece in self._pieces():
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
-        self._reach("order")
-        with self._transaction():
-            self._db.execute(PUT_IN_ORDER)
-            self._db.execute("INSERT OR REPLACE INTO run VALUES ('state', '\"ordering\"')")
-        self._reach("replace")
-        self._draft.replace(self._lines)
-        sync(self._lines.parent)
+    def _rows(self) -> Iterator[tuple[int, int, bytes]]:
+        """Yield the number of each row's file, its number there, and its line, in the order of the input.
 
-    def _pieces(self) -> Iterator[bytes]:
-        """Yield the lines in the order of the input, many at a time."""
-        with self._lines.open("rb") as file:
-            at, left = 0, 0
-            for offset, size in self._db.execute("SELECT offset, size FROM done ORDER BY row"):
-                if offset != at + left or left > COPY_BYTES:
-                    file.seek(at)
-                    yield file.read(left)
-                    at, left = offset, 0
-                left += size
-            file.seek(at)
-            yield file.read(left)
+        Files that are no longer in the input come last.
+        """
+        others = [row["batch"] for row in self._db.rows(FILES) if row["batch"] not in set(self._files)]
+        for file, name in enumerate([*self._files, *others]):
+            for line, text in RESULTS.texts(self._db, name):
+                yield file, line, text
 
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-            self._reach("commit")
-            self._db.execute("COMMIT")
-        except BaseException:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-            raise
+    def _in_order(self) -> Iterator[bytes]:
+        """Yield the lines in the order of the input, with the numbers that their rows have there."""
+        starts = dict(self._starts)
+        last = -1
+        for file, line, text in self._rows():
+            last = starts.setdefault(file, last + 1) + line
+            yield _with_id(_renumbered(text, last))
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.Error as error:
-            raise _database_error(self._state, error) from None
+        except (DatabaseError, FencedError, UnusableError) as error:
+            if _code(error) in FAILING:
+                raise DiskError(self._state, OSError(0, str(error.__cause__))) from None
+            raise OutputError(str(error)) from None
         except OSError as error:
             raise output_error(self.path, error) from None
 
 
-def _database_error(path: Path, error: sqlite3.Error) -> OutputError:
-    if getattr(error, "sqlite_errorcode", 0) & 0xFF in FAILING:
-        return DiskError(path, OSError(0, str(error)))
-    return OutputError(f"{path}: {error}")
+def _code(error: Exception) -> int:
+    """Return SQLite's code of an error, without its variant; 0: the error isn't SQLite's."""
+    return getattr(error.__cause__, "sqlite_errorcode", 0) & 0xFF
+
+
+def _note(db: Connection, **values: Any) -> None:
+    db.execute(sa.delete(RUN).where(RUN.c.name.in_(values)))
+    rows = [{"name": name, "value": to_json(value).decode()} for name, value in values.items()]
+    db.execute(sa.insert(RUN), rows)
+
+
+def _added(totals: JSON, results: Sequence[Result], lines: Sequence[bytes]) -> JSON:
+    """Return totals with more rows."""
+    failed = Counter(from_json(one.text)["error"]["type"] for one in results if one.is_error)
+    return {
+        "rows": totals["rows"] + len(results),
+        "failed": dict(Counter(totals["failed"]) + failed),
+        "prompt_tokens": totals["prompt_tokens"] + sum(one.tokens.input_tokens for one in results),
+        "completion_tokens": totals["completion_tokens"] + sum(one.tokens.output_tokens for one in results),
+        "bytes": totals["bytes"] + sum(map(len, lines)),
+    }
+
+
+def _renumbered(text: bytes, number: int) -> bytes:
+    """Return a line, which begins with the number of its row, with another number."""
+    return b'{"row":%d%b' % (number, text[text.index(b",") :])
+
+
+def _with_id(text: bytes) -> bytes:
+    """Return a line with an id: a row without an id has its number as id."""
+    head, rest = text.split(b",", 1)
+    if not rest.startswith(b'"id":null'):
+        return text
+    return b'%b,"id":%b%b' % (head, head.removeprefix(b'{"row":'), rest.removeprefix(b'"id":null'))
 
 
 def check_output(path: Path) -> None:
@@ -449,57 +355,6 @@ def result_columns() -> list[tuple[str, Any]]:
         ("attempts", pa.int64()),
         ("error", pa.struct([("type", pa.string()), ("message", pa.string())])),
     ]
-
-
-@contextmanager
-def drafted(path: Path) -> Iterator[Path]:
-    """Yield the path of a draft, and replace the file with the draft at the end, durably.
-
-    The draft's content is synced before the draft gets the file's name. A failed draft is removed: it may
-    take the space that is missing.
-
-    Raises:
-        OutputError: The file can't be written.
-    """
-    draft = path.with_name(f"{path.name}.draft")
-    try:
-        with _removed_on_error(draft):
-            yield draft
-            sync(draft)
-            draft.replace(path)
-            sync(path.parent)
-    except OSError as error:
-        raise output_error(path, error) from None
-
-
-@contextmanager
-def _removed_on_error(draft: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError:
-        with suppress(OSError):
-            draft.unlink()
-        raise
-
-
-def _result(line: bytes) -> Result | None:
-    """Return the row in a line; None if the line isn't whole."""
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        row = from_json(line)
-        tokens = RowTokens(row["prompt_tokens"] or 0, 0, row["completion_tokens"] or 0)
-        found = Result(row["row"], line, row["error"] is not None, tokens=tokens)
-    except (ValueError, TypeError, KeyError):
-        return None
-    return found if isinstance(found.line, int) else None
-
-
-def _split(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    rest = b""
-    for piece in pieces:
-        *lines, rest = (rest + piece).split(b"\n")
-        yield from lines
 
 
 def _write_parquet(draft: Path, lines: Iterator[bytes]) -> None:

@@ -8,6 +8,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from itertools import chain
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -70,19 +71,30 @@ class Source(Protocol):
 
     silent: bool
 
-    def values(self) -> Values:
-        """Yield each row's columns, always in the same order.
+    def files(self) -> Iterator[tuple[str, Values]]:
+        """Yield the name of each file, and its rows, always in the same order.
 
-        Raises:
-            CorruptError: A row can't be read.
-            InputError: The storage fails.
+        The rows raise a CorruptError if a row can't be read, and an InputError if the storage fails.
         """
 
     def fingerprint(self) -> JSON:
-        """Return values that differ for other inputs, and after a change of this input."""
+        """Return values that differ for other inputs, and after a change of this input.
+
+        `content` has the name and the size of each file.
+        """
 
     def share_read(self) -> float | None:
         """Return the share of the input that was read, 0 to 1; None if unknown."""
+
+
+def values_of(source: Source) -> Values:
+    """Return the rows of all files of an input, each with its columns.
+
+    Raises:
+        CorruptError: A row can't be read.
+        InputError: The storage fails.
+    """
+    return chain.from_iterable(values for _, values in source.files())
 
 
 def open_source(
@@ -154,14 +166,10 @@ class Files:
         self._size = sum(file.size for file in self._files)
         self._read: float | None = 0.0
 
-    def values(self) -> Values:
-        """Yield the rows of all files."""
-        for number, file in enumerate(self._files, 1):
-            try:
-                yield from self._values(file)
-            except CorruptError as error:
-                error.files = number
-                raise
+    def files(self) -> Iterator[tuple[str, Values]]:
+        """Yield the name and the rows of each file."""
+        for file in self._files:
+            yield file.name, self._values(file)
         self._read = float(self._size)
 
     def fingerprint(self) -> JSON:
@@ -294,8 +302,11 @@ class Pipe:
         self._name = name
         self._compression = COMPRESSED.get(PurePosixPath(name).suffix.lower())
 
-    def values(self) -> Values:
-        """Yield the rows as they arrive."""
+    def files(self) -> Iterator[tuple[str, Values]]:
+        """Yield the rows as they arrive, as one file without a name."""
+        yield "", self._values()
+
+    def _values(self) -> Values:
         stream = self._stream
         if self._compression:
             raw = _Guarded(stream, self._name, InputError)

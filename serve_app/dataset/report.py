@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 from serve_app.api.protocol import JSON
-from serve_app.dataset.errors import OutputError
-from serve_app.dataset.output import drafted
+from serve_app.dataset.errors import OutputError, written
+from serve_app.system.disk import drafted
 
 
 def report(
@@ -39,7 +39,7 @@ def write_report(path: Path, body: JSON) -> None:
     """
     if not path.parent.is_dir():
         raise OutputError(f"--report {path}: there is no folder {path.parent}")
-    with drafted(path) as draft:
+    with written(path), drafted(path) as draft:
         draft.write_text(json.dumps(body, indent=1, ensure_ascii=False) + "\n")
 
 

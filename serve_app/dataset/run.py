@@ -22,7 +22,7 @@ from serve_app.client import RETRYABLE, Backoff
 from serve_app.dataset.errors import CommandError, MissingColumnError, OutputError, RowError, gave_up
 from serve_app.dataset.formats import InputRow, numbered
 from serve_app.dataset.prompts import Prompter, plain
-from serve_app.dataset.readers import open_source
+from serve_app.dataset.readers import open_source, values_of
 from serve_app.dataset.stats import Measured, RowService, RunStats
 from serve_app.jobs.errors import GaveUpError, RunError
 from serve_app.jobs.pacing import Auto, Concurrency, Fixed
@@ -73,8 +73,8 @@ class Item:
     """One row to send.
 
     Attributes:
-        number: Position in the input, from 0.
-        id: The row's id for its user.
+        number: Number of its row.
+        id: The row's id for its user; None: its position in the input.
         prompt: A text, the messages of a chat, or the error of a row without a prompt.
     """
 
@@ -85,11 +85,11 @@ class Item:
     @classmethod
     def of(cls, row: InputRow, prompter: Prompter, id_column: str) -> "Item":
         """Return a row of the input in the form in which it is sent."""
-        id = plain(row.values.get(id_column, row.number))
-        if id is None or (isinstance(id, float) and not isfinite(id)):
+        id = plain(row.values.get(id_column))
+        if isinstance(id, float) and not isfinite(id):
             # NaN stands for a missing value in many tools, and is no JSON.
-            id = row.number
-        elif not isinstance(id, str | int | float):
+            id = None
+        elif not isinstance(id, str | int | float | None):
             id = str(id)
         try:
             return cls(row.number, id, prompter.prompt(row.values))
@@ -556,7 +556,7 @@ async def run(
         RunError: No row could be served, or the input can't be read.
     """
     source = open_source(dataset) if isinstance(dataset, str) else None
-    rows = numbered(source.values() if source else map(_columns, dataset))
+    rows = numbered(values_of(source) if source else map(_columns, dataset))
     loop = asyncio.get_running_loop()
     ready: asyncio.Queue[Sequence[Result]] = asyncio.Queue(READY_GROUPS)
 
@@ -587,7 +587,8 @@ async def run(
                 taking.cancel()
                 continue
             for result in taking.result():
-                yield from_json(result.text)
+                row = from_json(result.text)
+                yield row if row["id"] is not None else row | {"id": row["row"]}
         await driving
     finally:
         driving.cancel()

@@ -2,8 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -32,7 +31,6 @@ from serve_app.ingress.engine_call import EngineCall, EngineResponse, Engines
 from serve_app.ingress.models import ServedModels
 from serve_app.ingress.pages import DOCS_HEADERS, page_routes
 from serve_app.ingress.status import BATCHES, QUOTAS, Health, Status, Waker, deployment_stats
-from serve_app.ledger.callers import LostCalls
 from serve_app.quotas.client import Handle
 from serve_app.settings.schema import Settings
 from serve_app.system.cpu_scheduling import RELAY_NICE, use_batch_scheduling
@@ -93,7 +91,6 @@ class Ingress:
         self._telemetry = IngressTelemetry(settings.telemetry, context.replica_tag)
         self._bodies = BodyBudget(settings.ingress.bytes_in_flight)
         self._document = APIDocument(settings, list(self._engines))
-        self._lost_calls = LostCalls(settings.usage, context.replica_tag)
         self._access = KeyStore(settings.access, quotas=quotas is not None) if settings.access else None
         if self._access:
             self._access.watch()
@@ -146,19 +143,11 @@ class Ingress:
                 )
             ],
             exception_handlers=EXCEPTION_HANDLERS,
-            lifespan=self._lifespan,
+            lifespan=self._telemetry.lifespan,
         )
         # It would redirect to http behind a proxy that ends TLS, and the middleware has done its work.
         app.router.redirect_slashes = False
         return app
-
-    @asynccontextmanager
-    async def _lifespan(self, app: object) -> AsyncGenerator[None, None]:
-        async with self._telemetry.lifespan(app):
-            try:
-                yield
-            finally:
-                await self._lost_calls.stop()
 
     async def check_health(self) -> None:
         """Raise if the API keys are followed no more, so that Serve replaces this replica."""
@@ -228,7 +217,7 @@ class Ingress:
             quota=context.caller.key.quota if context.caller else None,
         )
         keep_alive = path in {GENERATE, PROCESS} and KEEP_ALIVE in request.headers
-        died = partial(self._lost_calls.add, chosen)
+        died = partial(self._telemetry.lost_calls.update, [chosen])
         return EngineResponse(
             EngineCall(self._engines_of[chosen].ask, relayed, died=died), keep_alive=keep_alive
         )

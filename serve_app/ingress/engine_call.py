@@ -337,7 +337,7 @@ class EngineCall:
     Args:
         ask: Sends the request to an engine.
         request: The request.
-        died: Called with the request for each engine that had it and whose process is gone.
+        died: Called for each engine that had the request and whose process is gone.
         tries: Most engines to ask; see `TRIES`.
         alone: Entered for the tries at the last engine that the request may lose.
 
@@ -351,7 +351,7 @@ class EngineCall:
         ask: Callable[[RelayRequest], Attempt],
         request: RelayRequest,
         *,
-        died: Callable[[RelayRequest], None] | None = None,
+        died: Callable[[], object] | None = None,
         tries: int = TRIES,
         alone: AbstractAsyncContextManager[Any] | None = None,
     ) -> None:
@@ -472,7 +472,7 @@ class EngineCall:
         """
         assert self._attempt is not None
         if self._died is not None and died_with_it(error):
-            self._died(self.request)
+            self._died()
         engine = self._attempt.engine
         if not counts or not ran_there(error) or engine in self._engines:
             return

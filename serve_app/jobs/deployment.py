@@ -12,7 +12,6 @@ from ray.serve.handle import DeploymentHandle
 from serve_app.api.protocol import JSON
 from serve_app.auth.key_store import KeyStore
 from serve_app.ingress.status import Health
-from serve_app.ledger.callers import LostCalls
 from serve_app.settings.batches import BatchesSettings
 from serve_app.settings.schema import Settings
 from serve_app.system.cpu_scheduling import BACKGROUND_NICE, use_batch_scheduling
@@ -50,7 +49,6 @@ class Batches:
         from serve_app.jobs.engines import EngineClient
         from serve_app.jobs.errors import StoreError
         from serve_app.jobs.service import BatchesMetrics, BatchService
-        from serve_app.system.database import DatabaseError
 
         assert settings.batches is not None
         context = serve.get_replica_context()
@@ -59,17 +57,14 @@ class Batches:
         if keys:
             keys.watch()
         self._keys = keys
-        self._lost = LostCalls(settings.usage, context.replica_tag)
-        client = EngineClient(settings, engines, health, keys, self._lost)
+        client = EngineClient(settings, engines, health, keys)
         try:
             self._service = await BatchService.open(settings.batches, client, client.models, keys)
-        except DatabaseError:
-            raise
         except OSError as error:
             raise StoreError(_unusable(settings.batches, error)) from error
         self._metrics = None
         if settings.telemetry.metrics:
-            self._metrics = BatchesMetrics(self._service.stats)
+            self._metrics = BatchesMetrics(self._service.stats, client.lost_calls)
             self._metrics.start()
         use_batch_scheduling(BACKGROUND_NICE)
         collect_rarely()
@@ -111,12 +106,17 @@ class Batches:
             metrics.stop()
         if service := getattr(self, "_service", None):
             await asyncio.shield(service.close(DRAIN_S))
-        if lost := getattr(self, "_lost", None):
-            await lost.stop()
 
 
 def _unusable(settings: BatchesSettings, error: OSError) -> str:
-    """Return the message about an unusable place, with the settings that name places."""
+    """Return the message about an unusable place, with the settings that name it."""
+    # Imported only here: no other process needs a database.
+    from serve_app.system.database import DatabaseError
+
+    if isinstance(error, DatabaseError):
+        # The message names the file or the server.
+        field = "database" if settings.database else "database_env" if settings.database_env else "folder"
+        return f"batches.{field}: {error}"
     places = {"batches.folder": settings.folder, "batches.content": settings.content}
     named = " or ".join(f"{field} ({place})" for field, place in places.items() if place)
     return f"{named}: {error}; it must be a place where the service can make folders and write files"

@@ -25,7 +25,6 @@ from serve_app.ingress.models import ServedModels
 from serve_app.ingress.status import Health, Waker, replica_stats
 from serve_app.jobs.pacing import EngineLoad, engine_load
 from serve_app.jobs.rows import QuotaError, RowAnswer
-from serve_app.ledger.callers import LostCalls
 from serve_app.settings.schema import Settings
 from serve_app.stats import ReplicaStats
 from serve_app.wire.frame import Head
@@ -44,8 +43,10 @@ class EngineClient:
         engines: The handle of each model's Engine, by model id.
         health: The state of the models' deployments.
         keys: The API keys, whose quotas hold for the rows of their batches; None: the service has no keys.
-        lost: Gets the calls that are lost with their engines; None: they are not recorded.
         clock: Monotonic clock, in seconds.
+
+    Attributes:
+        lost_calls: Calls that were lost with the process of their engine, by model.
     """
 
     def __init__(
@@ -54,13 +55,12 @@ class EngineClient:
         engines: Handles,
         health: Health,
         keys: KeyStore | None = None,
-        lost: LostCalls | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limits = settings.ingress
         self._salts = settings.salts
         self._keys = keys
-        self._lost = lost
+        self.lost_calls: Counter[str] = Counter()
         self._engines = dict(engines)
         self._health = health
         self._asked: Counter[str] = Counter()
@@ -113,7 +113,7 @@ class EngineClient:
             self._asked[model] -= 1
 
     async def _send(self, model: str, request: RelayRequest) -> RowAnswer:
-        died = None if self._lost is None else partial(self._lost.add, model)
+        died = partial(self.lost_calls.update, [model])
         call = EngineCall(self._relays[model].ask, request, died=died, alone=self._suspects[model])
         try:
             return await answer_of(call)

@@ -90,15 +90,24 @@ class Results:
         query = sa.select(line).where(self.table.c.batch == run, line.between(first, last))
         return {row["line"] for row in database.rows(query)}
 
-    def texts(self, database: Database, run: str, is_error: bool) -> Iterator[bytes]:
-        """Yield the texts of the results or of the errors of a run, in the order of the input."""
+    def texts(
+        self, database: Database, run: str, is_error: bool | None = None
+    ) -> Iterator[tuple[int, bytes]]:
+        """Yield the numbers and the texts of the lines of a run, in the order of the input.
+
+        Args:
+            database: The database.
+            run: The run.
+            is_error: Whether errors are yielded, or results; None: both.
+        """
         table = self.table
         query = sa.select(table.c.line, table.c.text).order_by(table.c.line).limit(READ_LINES)
-        query = query.where(table.c.batch == run, table.c.is_error == is_error)
-        query = query.where(table.c.line > sa.bindparam("at"))
+        query = query.where(table.c.batch == run, table.c.line > sa.bindparam("at"))
+        if is_error is not None:
+            query = query.where(table.c.is_error == is_error)
         at = -1
         while rows := database.rows(query, {"at": at}):
-            yield from (row["text"] for row in rows)
+            yield from ((row["line"], row["text"]) for row in rows)
             at = rows[-1]["line"]
 
     def remove(self, db: Connection, run: str) -> None:

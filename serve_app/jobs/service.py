@@ -5,7 +5,7 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
@@ -49,11 +49,18 @@ class BatchesMetrics:
 
     Args:
         stats: Returns the statistics; see `BatchService.stats`.
+        lost_calls: Calls that were lost with the process of their engine, by model.
         meters: Instruments of `catalogue.BATCHES`; None: Ray's instruments.
     """
 
-    def __init__(self, stats: Callable[[], Awaitable[JSON]], meters: Meters | None = None) -> None:
+    def __init__(
+        self,
+        stats: Callable[[], Awaitable[JSON]],
+        lost_calls: Mapping[str, float],
+        meters: Meters | None = None,
+    ) -> None:
         self._stats = stats
+        self._lost_calls = lost_calls
         self._meters = meters or Meters(catalogue.BATCHES)
         self._faults = FaultCount()
         self._task: asyncio.Task[None] | None = None
@@ -71,6 +78,7 @@ class BatchesMetrics:
     async def report(self) -> None:
         """Record the statistics once."""
         self._faults.report(self._meters)
+        self._meters.count_all(catalogue.LOST_CALLS, self._lost_calls)
         stats = await self._stats()
         record, count = self._meters.record, self._meters.count
         for state, number in stats["batches"].items():

@@ -368,7 +368,7 @@ class Store:
 
     def results(self, id: str, is_error: bool) -> Iterator[bytes]:
         """Yield the lines of the output or of the error file of an open batch, in the order of its input."""
-        return RESULTS.texts(self._database, id, is_error)
+        return (text for _, text in RESULTS.texts(self._database, id, is_error))
 
     def _transaction(self) -> AbstractContextManager[Connection]:
         return self._database.transaction()

@@ -65,7 +65,6 @@ class Call:
 
     Attributes:
         request: The request.
-        model: Id of its model.
         usage: Its usage, which the row reads.
         reservations: Its reservations; none if the call has no quota.
         admitted: Whether it counts as a request even if it runs nothing.
@@ -78,7 +77,6 @@ class Call:
     __slots__ = (
         "_book",
         "admitted",
-        "model",
         "number",
         "outcome",
         "over_quota",
@@ -88,12 +86,9 @@ class Call:
         "usage",
     )
 
-    def __init__(
-        self, book: "CallBook", request: RelayRequest, usage: RequestUsage, number: int, model: str
-    ) -> None:
+    def __init__(self, book: "CallBook", request: RelayRequest, usage: RequestUsage, number: int) -> None:
         self._book = book
         self.request = request
-        self.model = model
         self.usage = usage
         self.reservations: list[Settleable] = []
         self.admitted = self.over_quota = False
@@ -125,7 +120,7 @@ class Call:
             time=utc(self.time),
             key=request.key,
             tenant=scheduling.tenant,
-            model=self.model,
+            model=book.model,
             adapter=request.adapter,
             tier=tier(scheduling.priority),
             # A handle call has the name of its method.
@@ -172,16 +167,15 @@ class CallBook:
         self._ended: deque[Call] | None = None
         self._sums: dict[str, Sums] = {}
 
-    def open(self, request: RelayRequest, usage: RequestUsage, model: str = "") -> Call:
+    def open(self, request: RelayRequest, usage: RequestUsage) -> Call:
         """Return a new call, which must be closed. It has a row once the engine runs a part of the call.
 
         Args:
             request: Its request.
             usage: Its usage.
-            model: Its model; empty: the model of the book.
         """
         self._numbers += 1
-        call = Call(self, request, usage, self._numbers, model or self.model)
+        call = Call(self, request, usage, self._numbers)
         self._running[self._numbers] = call
         return call
 

@@ -1,6 +1,5 @@
 """A ledger at a URL: `s3://`, `gs://`, or any other scheme of fsspec."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +31,6 @@ class Remote:
         self._fs, root = found
         self.root = Path(root)
 
-    def uploader(self, spool: Path) -> Callable[[Path], None]:
-        """Return a function that uploads a file of a spool to its place here."""
-
-        def upload(path: Path) -> None:
-            # The upload of an object is atomic.
-            target = self.root / path.relative_to(spool)
-            self._into(target, lambda: self._fs.put_file(str(path), str(target)))
-
-        return upload
-
     def write(self, path: Path, data: bytes) -> None:
         """Write a file.
 
@@ -50,12 +39,10 @@ class Remote:
             data: Its content.
         """
         target = self.root / path
-        self._into(target, lambda: self._fs.pipe_file(str(target), data))
-
-    def _into(self, target: Path, write: Callable[[], None]) -> None:
-        """Write a file, into a new folder if the file system has folders."""
+        # The upload of an object is atomic.
         try:
-            write()
+            self._fs.pipe_file(str(target), data)
         except FileNotFoundError:
+            # This file system has folders.
             self._fs.makedirs(str(target.parent), exist_ok=True)
-            write()
+            self._fs.pipe_file(str(target), data)

@@ -106,7 +106,7 @@ class LedgerFiles:
         place: A folder or a URL.
 
     Attributes:
-        wrong: Lines that the last query could not read.
+        wrong: Lines that are no rows, as the last query found them. A kill may leave a part of a last line.
 
     Raises:
         LedgerError: There is no such folder, the URL is invalid, or a package is missing.
@@ -167,12 +167,14 @@ class LedgerFiles:
         sums = ", ".join(f"sum({name}::{COLUMNS[name]})" for name in SUMMED)
         names = ", ".join(keys)
         found = self._ask(
-            f"SELECT {names}, count(*), {sums} FROM calls WHERE call IS NOT NULL GROUP BY {names}",
-            since,
-            until,
+            f"SELECT wrong, {names}, count(*), {sums} FROM lines GROUP BY wrong, {names}", since, until
         )
+        self.wrong = 0
         totals: dict[tuple[str, ...], Total] = {}
-        for row in found:
+        for wrong, *row in found:
+            if wrong:
+                self.wrong += row[len(keys)]
+                continue
             named = dict(zip(keys, row, strict=False))
             numbers = Total(*row[len(keys) :])
             if prices is not None:
@@ -185,7 +187,7 @@ class LedgerFiles:
         return sorted(lines, key=lambda line: (-_size(line.total), line.values))
 
     def _ask(self, question: str, since: datetime | None, until: datetime | None) -> list[tuple[Any, ...]]:
-        """Return the rows of a query of `calls`, the calls between two times."""
+        """Return the rows of a query of `lines`; see `_define`."""
         error: Exception | None = None
         for _ in range(TRIES):
             segments = self._segments(since, until)
@@ -195,7 +197,6 @@ class LedgerFiles:
                 try:
                     self._define(db, segments, since, until)
                     found: list[tuple[Any, ...]] = db.execute(question).fetchall()
-                    self.wrong = self._wrong(db, segments)
                 except (self._duckdb.IOException, FileNotFoundError) as failure:
                     # A segment has become Parquet, or was removed as too old.
                     error = failure
@@ -223,12 +224,16 @@ class LedgerFiles:
     def _define(
         self, db: Any, segments: list[PurePosixPath], since: datetime | None, until: datetime | None
     ) -> None:
-        """Define `calls`, the rows between two times, and `lines`, all lines of the files."""
+        """Define `lines`: the rows between two times, and the lines that are `wrong`: no rows at all."""
+        bounds = [f"time >= '{since.isoformat()}'::TIMESTAMPTZ"] if since else []
+        bounds += [f"time < '{until.isoformat()}'::TIMESTAMPTZ"] if until else []
+        within = " AND ".join(bounds) or "true"
         parts = []
-        for suffix, reader, options in (
-            (".parquet", "read_parquet", ", union_by_name = true"),
+        for suffix, wrong, reader, options in (
+            (".parquet", "false", "read_parquet", ", union_by_name = true"),
             (
                 ".jsonl",
+                "call IS NULL",
                 "read_json",
                 f", format = 'newline_delimited', ignore_errors = true, columns = {COLUMNS}",
             ),
@@ -237,31 +242,13 @@ class LedgerFiles:
             if paths:
                 columns = ", ".join(COLUMNS)
                 parts.append(
-                    f"SELECT {columns}, day FROM {reader}({paths}{options}, hive_partitioning = true, "
-                    "hive_types = {'day': VARCHAR})"
+                    f"SELECT {columns}, day, {wrong} AS wrong FROM {reader}({paths}{options}, "
+                    f"hive_partitioning = true, hive_types = {{'day': VARCHAR}}) WHERE {wrong} OR {within}"
                 )
         if not parts:
             empty = ", ".join(f"NULL::{kind} AS {name}" for name, kind in COLUMNS.items())
-            parts.append(f"SELECT {empty}, '' AS day WHERE false")
-        bounds = [f"time >= '{since.isoformat()}'::TIMESTAMPTZ"] if since else []
-        bounds += [f"time < '{until.isoformat()}'::TIMESTAMPTZ"] if until else []
+            parts.append(f"SELECT {empty}, '' AS day, false AS wrong WHERE false")
         db.execute(f"CREATE VIEW lines AS {' UNION ALL '.join(parts)}")
-        db.execute(f"CREATE VIEW calls AS SELECT * FROM lines WHERE {' AND '.join(bounds) or 'true'}")
-
-    def _wrong(self, db: Any, segments: list[PurePosixPath]) -> int:
-        """Return the number of lines that are no rows, except for the last line of a growing segment."""
-        lines = [path for path in segments if path.suffix == ".jsonl"]
-        if not lines:
-            return 0
-        (found,) = db.execute(
-            f"SELECT count(*) FROM read_json({[self._url(path) for path in lines]}, "
-            "format = 'newline_delimited', ignore_errors = true, columns = {'call': VARCHAR}) "
-            "WHERE call IS NULL"
-        ).fetchone()
-        if not found:
-            return 0
-        torn = sum(self._files.cat_file(str(path))[-1:] not in (b"", b"\n") for path in lines)
-        return max(0, int(found) - torn)
 
     def _url(self, path: PurePosixPath) -> str:
         return f"{self._scheme}://{path}" if self._scheme else str(path)

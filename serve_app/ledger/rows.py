@@ -9,9 +9,7 @@ from serve_app.wire.usage import Outcome
 
 
 class LedgerRow(msgspec.Struct, kw_only=True, frozen=True):
-    """One call that an Engine ran, or that was lost with its Engine.
-
-    The caller of a lost call writes its row, without tokens: their count was lost with the Engine.
+    """One call that an Engine ran. A call that was lost with the process of its Engine has no row.
 
     Attributes:
         call: Id of the call in the ledger, unique.
@@ -65,7 +63,6 @@ FIELDS = LedgerRow.__struct_fields__
 """Names of the columns, in their order."""
 
 _encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(LedgerRow)
 
 
 def utc(seconds: float) -> datetime:
@@ -80,20 +77,3 @@ def utc(seconds: float) -> datetime:
 def encode(row: LedgerRow) -> bytes:
     """Return a row as a line of JSON, with its end."""
     return _encoder.encode(row) + b"\n"
-
-
-def decode(data: bytes) -> tuple[list[LedgerRow], int]:
-    """Read the lines that `encode` wrote.
-
-    A crash may leave a part of the last line, which is skipped.
-
-    Returns:
-        The rows, and the number of whole lines that are no rows.
-    """
-    rows, wrong = [], 0
-    for line in data[: data.rfind(b"\n") + 1].splitlines():
-        try:
-            rows.append(_decoder.decode(line))
-        except msgspec.MsgspecError:
-            wrong += 1
-    return rows, wrong

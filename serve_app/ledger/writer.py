@@ -1,35 +1,41 @@
 """The files of the ledger: rows are appended; closed segments become Parquet, are uploaded or are removed.
 
-    day=2026-11-23/NAME.000004711.jsonl    a segment: rows of the calls that ended on a day; it may grow
-    day=2026-11-23/NAME.000000000.parquet  the rows of a closed segment, in format parquet
-    prices.json                            a copy of the config's prices
+    day=2026-11-23/NAME.000002.jsonl    a segment: rows of the calls that ended on a day; it may grow
+    day=2026-11-23/NAME.000002.parquet  the rows of a closed segment, in format parquet
+    prices.json                         a copy of the config's prices
 
-NAME is unique for each process that writes; the number counts the process's rows before the segment. Four
-times a second the rows of the calls that have ended are appended. A process that is killed loses the rows of
-its last quarter of a second, or of its last round if a round takes longer.
+NAME is unique for each process that writes. Four times a second the rows of the calls that have ended are
+appended. A process that is killed loses the rows of its last quarter of a second, or of its last round if a
+round takes longer.
 
-A process touches its newest segment every few seconds. Segments without a touch for a minute belong to a
-process that has died: any other process brings them into their last form. Each of these steps may run twice,
-also in two processes: the result is the same, and replaces the earlier result.
+A process holds its growing segment by a lock of the kernel on the open file, which ends with the process. A
+segment that nobody holds is closed: the process that closed it brings it into its last form, or the next
+process that starts, if the first one was killed. It holds the segment meanwhile, and removes it last, so each
+step may run again after a kill: the result is the same.
 """
 
+import fcntl
 import hashlib
 import logging
+import os
 import re
 import secrets
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 from serve_app.ledger import prices
 from serve_app.ledger.calls import Call, CallBook
-from serve_app.ledger.disk import DRAFT, Disk, LocalDisk
 from serve_app.ledger.parquet import NEEDS, to_parquet
 from serve_app.ledger.remote import Remote
 from serve_app.ledger.rows import encode
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.usage import LedgerSettings, UsageSettings
+from serve_app.system.disk import replace_text
+from serve_app.system.private_files import make_folders
 
 logger = logging.getLogger("ray.serve")
 
@@ -37,16 +43,7 @@ INTERVAL_S = 0.25
 """Seconds between two rounds."""
 
 CLOSING_S = 10.0
-"""Seconds between two checks for closed segments."""
-
-ADOPT_EVERY = 3
-"""Number of checks after which the segments of processes that have died are finished too."""
-
-TOUCH_S = 5.0
-"""Seconds between two touches of the newest segment."""
-
-ORPHANED_S = 60.0
-"""Seconds without a touch after which a process counts as dead."""
+"""Seconds between two looks for closed segments."""
 
 SEGMENT_BYTES = 64 << 20
 """Size at which a segment is closed."""
@@ -72,25 +69,123 @@ def unique_name(replica: str) -> str:
 
 
 def segment_path(folder: Path, day: str, name: str, number: int) -> Path:
-    """Return the path of a segment whose first row has the number."""
-    return folder / f"day={day}" / f"{name}.{number:09d}{JSONL}"
+    """Return the path of a segment of a process, by its number."""
+    return folder / f"day={day}" / f"{name}.{number:06d}{JSONL}"
 
 
-def _name_of(path: Path) -> str:
-    return path.name.partition(".")[0]
+class Disk:
+    """The steps of a ledger that change files: a kill may come before, after or within each step.
+
+    Writes don't wait for the device: a crash of a process loses no written data, but a loss of power may lose
+    the last seconds. Each step raises an OSError if it fails.
+    """
+
+    def append(self, file: IO[bytes], data: bytes) -> None:
+        """Write at the end of an open file. A failure may leave a part of the data."""
+        view = memoryview(data)
+        while view:
+            view = view[file.write(view) :]
+
+    def replace(self, path: Path, data: bytes) -> None:
+        """Write a file atomically."""
+        draft = path.with_suffix(".draft")
+        try:
+            draft.write_bytes(data)
+            draft.replace(path)
+        except OSError:
+            with suppress(OSError):
+                draft.unlink()
+            raise
+
+    def remove(self, path: Path) -> None:
+        """Remove a file, if it is there."""
+        path.unlink(missing_ok=True)
+
+
+def hold(file: IO[bytes]) -> bool:
+    """Hold an open file until it is closed or this process ends.
+
+    Returns:
+        Whether it is held now: nobody else holds it, and it is still there.
+
+    Raises:
+        OSError: The file system has no locks.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return os.fstat(file.fileno()).st_nlink > 0
+
+
+class Segment:
+    """A segment that grows, which this process holds until it closes it.
+
+    Args:
+        path: Its path; a new file.
+        disk: The file system.
+        now: Monotonic time, in seconds.
+
+    Attributes:
+        path: Its path.
+        size: Bytes of its rows.
+        began_at: Monotonic time of its begin, in seconds.
+
+    Raises:
+        OSError: The file can't be created, or another process has it already.
+    """
+
+    def __init__(self, path: Path, disk: Disk, now: float) -> None:
+        self.path = path
+        self.size = 0
+        self.began_at = now
+        self._disk = disk
+        make_folders(path.parent)
+        self._file = path.open("ab", buffering=0)
+        try:
+            held = hold(self._file)
+        except OSError:
+            # Without locks, no process takes the segment of another one.
+            held = True
+        if not held:
+            self._file.close()
+            raise BlockingIOError(f"{path}: a process that starts has taken this new file")
+
+    @property
+    def is_there(self) -> bool:
+        """Whether nobody has removed the file."""
+        return os.fstat(self._file.fileno()).st_nlink > 0
+
+    def append(self, data: bytes) -> None:
+        """Append rows.
+
+        Raises:
+            OSError: No row was written.
+        """
+        # A try that failed may have left a part of its rows, which would be there twice.
+        os.ftruncate(self._file.fileno(), self.size)
+        self._disk.append(self._file, data)
+        self.size += len(data)
+
+    def close(self) -> None:
+        """Let the segment go."""
+        with suppress(OSError):
+            os.ftruncate(self._file.fileno(), self.size)
+        self._file.close()
 
 
 class Ledger:
     """The ledger of one process: the rows of its calls, and the closed segments.
 
-    One thread calls `round`; another thread calls `close`, `adopt` and `remove_old`.
+    One thread calls `round`; another thread calls `close` and `remove_old`.
 
     Args:
         book: The calls.
         folder: Folder of the ledger, or the spool of a ledger at a URL.
         disk: The file system.
         compact: Returns a segment, JSON lines, as Parquet; None: closed segments stay JSON lines.
-        upload: Uploads a closed segment, which is then removed here; None: segments stay.
+        upload: Uploads the content of a closed segment to a path below the URL; the segment is then removed
+            here. None: segments stay.
         segment_bytes: Size at which a segment is closed.
         segment_s: Seconds after which it is closed; None: at the end of its day.
         max_bytes: Most bytes of segments here; beyond the limit rows are dropped. None: no bound.
@@ -111,7 +206,7 @@ class Ledger:
         *,
         disk: Disk | None = None,
         compact: Callable[[bytes], bytes] | None = None,
-        upload: Callable[[Path], None] | None = None,
+        upload: Callable[[Path, bytes], None] | None = None,
         segment_bytes: int = SEGMENT_BYTES,
         segment_s: float | None = None,
         max_bytes: int | None = None,
@@ -121,7 +216,7 @@ class Ledger:
     ) -> None:
         self._book = book
         self._folder = folder
-        self._disk = disk or LocalDisk()
+        self._disk = disk or Disk()
         self._compact = compact
         self._upload = upload
         self._segment_bytes = segment_bytes
@@ -132,16 +227,13 @@ class Ledger:
         self._now = now
         self._rounds = threading.Lock()
         self._pending: list[Call] = []
-        self._growing: Path | None = None
-        self._newest: Path | None = None
-        self._size = 0
-        self._began_at = 0.0
-        self._torn = False
-        self._touched_at = now()
+        self._growing: Segment | None = None
+        self._segments = 0
+        # What was closed and has not its last form yet; at the start, whatever is there.
+        self._closed: list[Path] = []
+        self._looked = False
         self._dropped = 0
         self._warned_at = -WARN_S
-        self._failed: set[Path] = set()
-        self._adopted: set[str] = set()
         self.written = 0
         self.written_at = now()
         self.full = False
@@ -167,7 +259,6 @@ class Ledger:
         with self._rounds:
             try:
                 self._write()
-                self._touch()
                 self._roll()
             except OSError as error:
                 self._warn(f"rows of the usage ledger can't be written, and wait: {error}")
@@ -175,14 +266,14 @@ class Ledger:
                 self.written_at = self._now()
 
     def finish(self) -> bool:
-        """Write the last rows, and close the segment; return whether both succeeded."""
+        """Write the last rows, and close the segment; return whether the rows are written."""
         with self._rounds:
             try:
                 self._write()
             except OSError as error:
                 logger.warning("the last rows of the usage ledger can't be written: %s", error)
                 return False
-            self._growing = None
+            self._let_go()
         return True
 
     def _write(self) -> None:
@@ -209,124 +300,102 @@ class Ledger:
         Raises:
             OSError: No row was written.
         """
-        path = self._growing
-        if path is not None and self._torn:
-            self._disk.cut(path, self._size)
-            self._torn = False
-        # A process that has stood still for a minute counts as dead, and others have taken its segment.
-        if path is None or path.parent.name != f"day={day}" or self._disk.size(path) != self._size:
-            path = self._growing = self._newest = segment_path(
-                self._folder, day, self._book.name, self.written
-            )
-            self._size, self._began_at = 0, self._now()
-        try:
-            self._disk.append(path, data)
-        except OSError:
-            # A part may be written, and must be cut off before the next try, or its rows would be there
-            # twice.
-            self._torn = True
-            raise
-        self._size += len(data)
+        segment = self._growing
+        if segment is None or segment.path.parent.name != f"day={day}" or not segment.is_there:
+            self._let_go()
+            path = segment_path(self._folder, day, self._book.name, self._segments)
+            self._segments += 1
+            segment = self._growing = Segment(path, self._disk, self._now())
+        segment.append(data)
 
-    def _touch(self) -> None:
-        """Touch the newest segment, so that other processes don't take it."""
-        if self._newest is not None and self._now() - self._touched_at >= TOUCH_S:
-            self._touched_at = self._now()
-            if self._disk.size(self._newest):
-                self._disk.touch(self._newest)
+    def _let_go(self) -> None:
+        if self._growing is not None:
+            self._growing.close()
+            self._closed.append(self._growing.path)
+            self._growing = None
 
     def _roll(self) -> None:
         """Close the segment if it is large or old enough, or its day is over."""
-        if self._growing is None:
+        segment = self._growing
+        if segment is None:
             return
-        old = self._segment_s is not None and self._now() - self._began_at >= self._segment_s
-        over = self._growing.parent.name < f"day={_day(self._clock())}"
-        if old or over or self._size >= self._segment_bytes:
-            self._growing = None
+        old = self._segment_s is not None and self._now() - segment.began_at >= self._segment_s
+        over = segment.path.parent.name < f"day={_day(self._clock())}"
+        if old or over or segment.size >= self._segment_bytes:
+            self._let_go()
 
     # Segments
 
     def close(self) -> None:
-        """Bring the closed segments of this process into their last form.
+        """Bring the segments that nobody holds into their last form.
 
         Raises:
             Exception: A segment can't be written or uploaded; the next call tries it again.
         """
-        self._close(self._book.name)
         if self._max_bytes is not None:
-            waiting = sum(self._disk.size(path) for path in self._disk.files(self._folder, "day=*/*"))
+            waiting = 0
+            for path in self._folder.glob(f"day=*/*{JSONL}"):
+                with suppress(FileNotFoundError):
+                    waiting += path.stat().st_size
             self.full = waiting > self._max_bytes
             if self.full:
                 self._warn(f"usage.ledger.max_spool_bytes is reached in {self._folder}: rows are dropped")
+        # In a folder that many processes share, only a start looks for segments of killed processes.
+        if not self._looked or self._upload is not None:
+            self._closed += sorted({*self._folder.glob(f"day=*/*{JSONL}")}.difference(self._closed))
+            self._looked = True
+        for _ in range(len(self._closed)):
+            path = self._closed.pop(0)
+            try:
+                self._finish(path)
+            except Exception:
+                self._closed.append(path)
+                raise
 
-    def adopt(self) -> None:
-        """Finish the work of processes that have died.
+    def _finish(self, path: Path) -> None:
+        """Bring a segment into its last form, unless a process holds it."""
+        if self._compact is None and self._upload is None:
+            return
+        try:
+            # A lock on a network file system needs a file that is open for writing.
+            file = path.open("r+b")
+        except FileNotFoundError:
+            return
+        with file:
+            if not hold(file):
+                return
+            data = file.read()
+            rows = data[: data.rfind(b"\n") + 1]
+            if len(rows) < len(data):
+                logger.warning("usage ledger: %s ends in a part of a row, which is left out", path)
+            if rows and not self._keep(path, rows):
+                return
+            self._disk.remove(path)
 
-        Raises:
-            Exception: A file can't be written or uploaded; the next call tries it again.
-        """
-        found: dict[str, list[Path]] = {}
-        for path in self._recent():
-            if path.suffix == JSONL:
-                found.setdefault(_name_of(path), []).append(path)
-        now = self._disk.touch(self._folder / ".now")
-        for name, paths in found.items():
-            if name == self._book.name or name in self._adopted:
-                continue
-            if now - max(map(self._disk.modified, paths)) < ORPHANED_S:
-                continue
-            for path in paths:
-                # The crash may have left a part of a line.
-                self._disk.cut(path, self._disk.read(path).rfind(b"\n") + 1)
-            self._close(name)
-            self._adopted.add(name)
+    def _keep(self, path: Path, rows: bytes) -> bool:
+        """Write or upload the rows of a segment in their last form; return whether it is another file."""
+        target, content = path, rows
+        if self._compact is not None:
+            try:
+                target, content = path.with_suffix(PARQUET), self._compact(rows)
+            except ValueError as error:
+                # The lines that can be read still count.
+                target = path
+                logger.error("usage ledger: %s can't be written as Parquet: %s", path, error)
+        if self._upload is not None:
+            self._upload(target.relative_to(self._folder), content)
+        elif target != path:
+            self._disk.replace(target, content)
+        return self._upload is not None or target != path
 
     def remove_old(self) -> None:
         """Remove the segments of days that ended more than `keep_s` ago."""
         if self._keep_s is None:
             return
         oldest = f"day={_day(self._clock() - self._keep_s)}"
-        for folder in self._disk.files(self._folder, "day=*"):
-            if folder.name < oldest:
-                for path in self._disk.files(folder, "*"):
-                    if path != self._growing:
-                        self._disk.remove(path)
-
-    def _recent(self) -> list[Path]:
-        """Return the files that may be unfinished: all files in a spool, otherwise the files of two days."""
-        if self._upload is not None:
-            return self._disk.files(self._folder, "day=*/*")
-        days = [_day(self._clock() - DAY_S * back) for back in (1, 0)]
-        return [path for day in days for path in self._disk.files(self._folder, f"day={day}/*")]
-
-    def _close(self, name: str) -> None:
-        for path in self._recent():
-            if _name_of(path) != name or path == self._growing:
-                continue
-            if path.name.endswith(DRAFT):
+        for path in self._folder.glob("day=*/*"):
+            if path.parent.name < oldest:
                 self._disk.remove(path)
-                continue
-            closed = path
-            if path.suffix == JSONL and self._compact is not None and path not in self._failed:
-                closed = self._as_parquet(path)
-            if self._upload is not None:
-                self._upload(closed)
-                self._disk.remove(closed)
-
-    def _as_parquet(self, path: Path) -> Path:
-        """Replace a segment by a Parquet file; return its path, or the segment's path if that fails."""
-        assert self._compact is not None
-        closed = path.with_suffix(PARQUET)
-        try:
-            content = self._compact(self._disk.read(path))
-        except ValueError as error:
-            # The lines that can be read still count.
-            self._failed.add(path)
-            logger.error("usage ledger: %s can't be written as Parquet: %s", path, error)
-            return path
-        self._disk.replace(closed, content)
-        self._disk.remove(path)
-        return closed
 
     def _warn(self, message: str) -> None:
         if self._now() - self._warned_at >= WARN_S:
@@ -342,7 +411,7 @@ class Writer:
         book: The calls.
         disk: The file system.
         interval_s: Seconds between two rounds.
-        closing_s: Seconds between two checks for closed segments.
+        closing_s: Seconds between two looks for closed segments.
         last_s: Least seconds for writing the last rows.
 
     Raises:
@@ -364,16 +433,15 @@ class Writer:
         self._settings = settings
         self._interval_s, self._closing_s, self._last_s = interval_s, closing_s, last_s
         self._folder = _folder(options)
-        self._disk = disk or LocalDisk()
         self._remote = remote = _remote(options.folder)
         # A file that waits for its upload is never removed as too old.
         keep_s = None if remote or options.keep_days is None else options.keep_days * DAY_S
         self.ledger = Ledger(
             book,
             self._folder,
-            disk=self._disk,
+            disk=disk,
             compact=_compact(options),
-            upload=remote.uploader(self._folder) if remote else None,
+            upload=remote.write if remote else None,
             segment_s=options.upload_s if remote else None,
             max_bytes=options.max_spool_bytes if remote else None,
             keep_s=keep_s,
@@ -400,7 +468,7 @@ class Writer:
         """Write the last rows, and bring the segments into their last form within the timeout.
 
         Args:
-            timeout_s: Seconds; another process finishes the remaining segments.
+            timeout_s: Seconds; the next process that starts finishes the remaining segments.
         """
         if self._stopping.is_set():
             return
@@ -416,15 +484,10 @@ class Writer:
             self._try(self.ledger.round)
 
     def _close(self) -> None:
-        looks = 0
         while True:
-            steps = [self._write_prices, self.ledger.close]
-            if looks % ADOPT_EVERY == 0:
-                steps += [self.ledger.adopt, self.ledger.remove_old]
             # Each step has its own try: on a full disk the first steps fail until old files are removed.
-            for step in steps:
+            for step in (self._write_prices, self.ledger.close, self.ledger.remove_old):
                 self._try(step)
-            looks += 1
             if self._stopping.wait(self._closing_s):
                 return
 
@@ -449,7 +512,8 @@ class Writer:
             if self._remote is not None:
                 self._remote.write(Path(prices.FILE), content)
             else:
-                self._disk.replace(self._folder / prices.FILE, content)
+                make_folders(self._folder)
+                replace_text(self._folder / prices.FILE, content.decode())
             self._priced = True
 
 
@@ -472,7 +536,7 @@ def _folder(options: LedgerSettings) -> Path:
     """Return the folder of the files of this node."""
     if "://" not in options.folder:
         return Path(options.folder).expanduser()
-    # Services with different URLs may share a spool, and each finishes the work of its own dead processes.
+    # Services with different URLs may share a spool, and each uploads its own segments.
     name = hashlib.sha256(options.folder.encode()).hexdigest()[:16]
     return Path(options.spool).expanduser() / name
 

@@ -7,6 +7,7 @@ The imports are those of vLLM 0.32.
 """
 
 import math
+from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import islice
 from typing import Any, NamedTuple
@@ -80,7 +81,12 @@ class SimulatedExecutor(Executor):  # type: ignore[misc]
     at `max_tokens`, a stop string, the end of a grammar, or the end of the context.
 
     vLLM's `additional_config` has the profile under "simulate": its name, its path or its fields.
+
+    Attributes:
+        make_device: Makes the device of a profile.
     """
+
+    make_device: Callable[[Profile], Device] = staticmethod(Device)
 
     def _init_executor(self) -> None:
         given = self.vllm_config.additional_config
@@ -91,7 +97,7 @@ class SimulatedExecutor(Executor):  # type: ignore[misc]
         logger.warning("The device is simulated (%s): no model runs, and answers have no sense", profile.name)
         # vLLM turns it off for CPUs; the engine asks for it after this.
         self.scheduler_config.async_scheduling = profile.async_scheduling
-        self._device = Device(profile)
+        self._device = self.make_device(profile)
         tokenizer = cached_tokenizer_from_config(self.model_config)
         self._letters = _letters(tokenizer)
         self._end = tokenizer.eos_token_id

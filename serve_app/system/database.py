@@ -6,6 +6,7 @@ process runs. No lock has to be waited for, and no lost lock does harm.
 """
 
 import re
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,15 @@ from urllib.parse import urlsplit
 
 import sqlalchemy as sa
 from sqlalchemy import Connection, RowMapping
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import (
+    DataError,
+    DBAPIError,
+    IntegrityError,
+    NotSupportedError,
+    ProgrammingError,
+    SQLAlchemyError,
+    TimeoutError,
+)
 
 from serve_app.system.distribution import extra
 from serve_app.system.private_files import make_folders
@@ -82,7 +91,7 @@ class Database:
     """A database that this process owns until another process opens it.
 
     Its methods may be called in any thread. All of them raise a DatabaseError if the database fails; later
-    calls work again once the database does.
+    calls work again once the database does. A wrong statement raises the driver's own error.
 
     Args:
         engine: The connections, without transactions of their own.
@@ -148,7 +157,8 @@ class Database:
             UnusableError: The tables belong to another version.
         """
         mine = OWNERS.c.name == self._name
-        with self._begun() as connection:
+        # Another process may make the same tables at the same time.
+        with self._begun(making=True) as connection:
             OWNERS.create(connection, checkfirst=True)
             found = connection.execute(sa.select(OWNERS.c.version).where(mine)).scalar()
             if found is None and any(map(sa.inspect(connection).has_table, tables.tables)):
@@ -173,8 +183,8 @@ class Database:
             )
 
     @contextmanager
-    def _begun(self) -> Iterator[Connection]:
-        with self._writing, self._translated(), self._engine.connect() as connection:
+    def _begun(self, making: bool = False) -> Iterator[Connection]:
+        with self._writing, self._translated(making), self._engine.connect() as connection:
             sqlite = connection.dialect.name == "sqlite"
             connection.exec_driver_sql("BEGIN IMMEDIATE" if sqlite else "BEGIN")
             try:
@@ -189,15 +199,25 @@ class Database:
         self._reach("store.committed")
 
     @contextmanager
-    def _translated(self) -> Iterator[None]:
+    def _translated(self, making: bool = False) -> Iterator[None]:
         try:
             yield
         except DBAPIError as error:
             # SQLAlchemy's own message has the statement and its values.
+            if not making and _is_wrong(error) and error.orig is not None:
+                raise error.orig from None
             message = str(error.orig).strip() or type(error.orig).__name__
             raise DatabaseError(f"{self.place}: {message}") from error.orig
-        except SQLAlchemyError as error:
+        except TimeoutError as error:
             raise DatabaseError(f"{self.place}: {error}") from error
+
+
+def _is_wrong(error: DBAPIError) -> bool:
+    """Return whether a statement is wrong, or the tables are: it fails again, however often it is tried."""
+    if getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR:
+        # Python has one class for these errors and the errors of the disk.
+        return True
+    return isinstance(error, ProgrammingError | IntegrityError | DataError | NotSupportedError)
 
 
 def open_database(
@@ -206,6 +226,7 @@ def open_database(
     tables: sa.MetaData,
     version: int,
     *,
+    alone: bool = False,
     clock: Callable[[], float] = time.time,
     reach: Callable[[str], None] = lambda point: None,
 ) -> Database:
@@ -216,6 +237,8 @@ def open_database(
         name: What the tables hold, such as `batches`: PostgreSQL may hold several groups of tables.
         tables: The tables.
         version: Their version; a change of the tables counts it up.
+        alone: Whether no other process may open a database in SQLite before this process closes it or ends;
+            its error has SQLite's code SQLITE_BUSY.
         clock: Seconds since the Unix epoch.
         reach: Called with the name of each point around a commit; a test ends the process there.
 
@@ -225,7 +248,7 @@ def open_database(
         OSError: The folder or the file can't be made.
         DatabaseError: The database fails, or the file isn't a database.
     """
-    engine, place = _sqlite(where) if isinstance(where, Path) else _postgres(where)
+    engine, place = _sqlite(where, alone) if isinstance(where, Path) else _postgres(where)
     database = Database(engine, place, name, reach)
     try:
         database.take_over(tables, version, int(clock()))
@@ -235,17 +258,20 @@ def open_database(
     return database
 
 
-def _sqlite(path: Path) -> tuple[sa.Engine, str]:
+def _sqlite(path: Path, alone: bool) -> tuple[sa.Engine, str]:
     mode = journal_mode(path, Path("/proc/self/mounts").read_text())
     # A new folder and a new file are closed to other users, and so are SQLite's files beside it.
     make_folders(path.parent)
     path.touch(0o600)
     url = sa.URL.create("sqlite", database=str(path))
-    options = {"isolation_level": None, "check_same_thread": False}
-    engine = sa.create_engine(url, pool_size=CONNECTIONS, max_overflow=0, connect_args=options)
+    options = {"isolation_level": None, "check_same_thread": False} | ({"timeout": 0} if alone else {})
+    connections = 1 if alone else CONNECTIONS
+    engine = sa.create_engine(url, pool_size=connections, max_overflow=0, connect_args=options)
 
     @sa.event.listens_for(engine, "connect")
     def prepare(connection: Any, _: object) -> None:
+        if alone:
+            connection.execute("PRAGMA locking_mode = EXCLUSIVE")
         connection.execute(f"PRAGMA journal_mode = {mode}")
         # Each commit is synced; by default, WAL may lose the last commits when the power fails.
         connection.execute("PRAGMA synchronous = EXTRA")

@@ -3,7 +3,8 @@
 import os
 import shutil
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -14,6 +15,28 @@ def sync(path: str | Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextmanager
+def drafted(path: Path) -> Iterator[Path]:
+    """Yield the path of a draft, and replace the file with the draft at the end, durably.
+
+    The draft's content is synced before the draft gets the file's name. A failed draft is removed: it may
+    take the space that is missing.
+
+    Raises:
+        OSError: The file can't be written, and is as it was.
+    """
+    draft = path.with_name(f"{path.name}.draft")
+    try:
+        yield draft
+        sync(draft)
+        draft.replace(path)
+        sync(path.parent)
+    except OSError:
+        with suppress(OSError):
+            draft.unlink()
+        raise
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -5,6 +5,8 @@ import tomllib
 from functools import cache
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 NAME = "saturate-serve"
 """The name of the distribution, in pyproject.toml too."""
 
@@ -18,6 +20,16 @@ def version() -> str:
     if PROJECT.is_file():
         return str(tomllib.loads(PROJECT.read_text())["project"]["version"])
     return importlib.metadata.version(NAME)
+
+
+def requirements() -> list[Requirement]:
+    """Return the packages that this package requires, and both builds of vLLM."""
+    if PROJECT.is_file():
+        project = tomllib.loads(PROJECT.read_text())["project"]
+        extras = project["optional-dependencies"]
+        return [Requirement(line) for line in (*project["dependencies"], *extras["cpu"], *extras["gpu"])]
+    needed = map(Requirement, importlib.metadata.requires(NAME) or ())
+    return [one for one in needed if one.marker is None or one.name.startswith("vllm")]
 
 
 def install(*extras: str, project: Path = PROJECT) -> str:

@@ -43,6 +43,13 @@ FAULTS = Metric(
     (),
 )
 
+# The Ingress and the batches.
+LOST_CALLS = Metric(
+    "saturate_lost_calls_total",
+    "counter",
+    "Calls that were lost with the process of their engine, so that they have no row in the usage ledger",
+)
+
 # The Ingress.
 REQUESTS = Metric(
     "saturate_requests_total",
@@ -310,7 +317,7 @@ VLLM_SECONDS = _vllm(
     "e2e_request_latency_seconds", "histogram", "Seconds from arrival in vLLM to the last token", SECONDS
 )
 
-INGRESS = (FAULTS, REQUESTS, IN_PROGRESS, REQUEST_SECONDS, FIRST_TOKEN, PER_TOKEN, PATH_SECONDS)
+INGRESS = (FAULTS, LOST_CALLS, REQUESTS, IN_PROGRESS, REQUEST_SECONDS, FIRST_TOKEN, PER_TOKEN, PATH_SECONDS)
 USAGE = (USAGE_CALLS, USAGE_TOKENS, USAGE_ROWS, USAGE_DROPPED, USAGE_BEHIND, QUOTA_UNLIMITED)
 BATCHER = (
     FAULTS,
@@ -349,6 +356,7 @@ FUNCTION = (BATCH_RECORDS, BATCH_COST, BATCHED_COST, PADDED_COST)
 DRIVER = (DRIVER_ROWS, DRIVER_TOKENS, DRIVER_RETRIES, DRIVER_CALLS)
 BATCHES = (
     FAULTS,
+    LOST_CALLS,
     BATCHES_OPEN,
     BATCHES_ROWS,
     BATCHES_ROWS_ENDED,

@@ -1,5 +1,6 @@
 """Telemetry of an Ingress replica: metrics, request log and spans."""
 
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
@@ -21,12 +22,16 @@ class IngressTelemetry:
     Args:
         settings: What to export.
         replica: The replica's id, for the name of its log file.
+
+    Attributes:
+        lost_calls: Calls that were lost with the process of their engine, by model.
     """
 
     def __init__(self, settings: TelemetrySettings, replica: str) -> None:
         reports: list[Callable[[list[TrackedRequest]], None]] = []
         jobs: list[Callable[[], None]] = []
         self._stop: list[Callable[[], None]] = []
+        self.lost_calls: Counter[str] = Counter()
         begin = None
         self._pass_on: Callable[[TrackedRequest, Headers], Headers] | None = None
         if settings.metrics:
@@ -34,6 +39,7 @@ class IngressTelemetry:
             faults = FaultCount()
             self._stop.append(faults.stop)
             jobs.append(lambda: faults.report(meters))
+            jobs.append(lambda: meters.count_all(catalogue.LOST_CALLS, self.lost_calls))
             reports.append(RequestMetrics(meters))
             jobs.append(lambda: meters.record(catalogue.IN_PROGRESS, self.tracker.under_way))
             jobs.append(meters.report)

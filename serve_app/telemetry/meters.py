@@ -1,6 +1,6 @@
 """Instruments of the metrics: Ray Serve's instruments, which Ray exports to Prometheus."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from ray.serve.metrics import Counter, Gauge
 
@@ -46,6 +46,11 @@ class Meters:
         if grown > 0:
             self._totals[key] = total
             self.record(metric, grown, *labels)
+
+    def count_all(self, metric: Metric, totals: Mapping[str, float]) -> None:
+        """Raise a counter to its totals by its label."""
+        for label, total in list(totals.items()):
+            self.count(metric, total, label)
 
     def report(self) -> None:
         """Export the histograms."""

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,3 +78,14 @@ def full(path: Path, room: int) -> Iterator[None]:
 
     with patch("os.write", fail):
         yield
+
+
+@contextmanager
+def small_files(most: int) -> Iterator[None]:
+    """Let no file of this process grow beyond some bytes, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

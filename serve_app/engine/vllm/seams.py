@@ -59,6 +59,7 @@ COUNTS = "the tokens of a request are counted where vLLM counts them"
 GRAMMARS = "grammars are compiled in a process of their own, by vLLM's compiler"
 RESUMED = "a stream goes on in another engine with the text of all its tokens"
 UNUSED = "the tensors of an adapter that no layer uses are named"
+VIRTUAL = "`saturate plan` runs vLLM's engine core on a virtual clock"
 LONG = "texts are counted and tokenized without holding the event loop"
 
 SEAMS: dict[str, Seam] = {
@@ -248,6 +249,13 @@ SEAMS: dict[str, Seam] = {
     "KVCacheBlocks": Seam("vllm.v1.core.kv_cache_manager", FIRST, "blocks"),
     "KVCacheCoordinator": Seam("vllm.v1.core.kv_cache_coordinator", FIRST, "get_num_blocks_to_allocate"),
     "BlockPool": Seam("vllm.v1.core.block_pool", FIRST, "get_num_free_blocks"),
+    # The virtual engine.
+    "EngineCore": Seam(
+        "vllm.v1.engine.core",
+        VIRTUAL,
+        "preprocess_add_request add_request step_fn post_step scheduler batch_queue",
+    ),
+    "EngineCoreRequest": Seam("vllm.v1.engine", VIRTUAL),
 }
 """Names that are not public."""
 

@@ -230,7 +230,7 @@ def test_all_keys_are_described_without_hashes(write: Callable[..., Path]) -> No
     assert hash_key(b"sk-a") not in json.dumps(shown)
 
 
-# Rotation
+# Changes of the file
 
 
 def test_a_changed_file_is_valid_from_the_next_refresh_on(write: Callable[..., Path]) -> None:
@@ -242,13 +242,30 @@ def test_a_changed_file_is_valid_from_the_next_refresh_on(write: Callable[..., P
     assert names(keys, "sk-a", "sk-b") == ["-", "b"]
 
 
-def test_both_secrets_of_a_key_hold_while_its_clients_change(write: Callable[..., Path]) -> None:
-    old, new = (hash_key(key.encode()) for key in ("sk-old", "sk-new"))
-    keys = KeyStore(AccessSettings(keys_file=str(write([entry(sha256=old)]))))
-    for hashes, found in (([old, new], ["ada", "ada"]), ([new], ["-", "ada"])):
-        write([entry(sha256=hashes)])
+def test_both_secrets_of_a_key_hold_until_the_older_entry_goes(write: Callable[..., Path]) -> None:
+    old, new = (entry(sha256=hash_key(key.encode())) for key in ("sk-old", "sk-new"))
+    keys = KeyStore(AccessSettings(keys_file=str(write([old]))))
+    for entries, found in (([old, new], ["ada", "ada"]), ([new], ["-", "ada"])):
+        write(entries)
         keys.refresh()
         assert names(keys, "sk-old", "sk-new") == found
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "state"),
+    [
+        ({}, {"disabled": True}, "valid"),
+        ({"expires": "2020-01-01"}, {}, "valid"),
+        ({"expires": "2020-01-01"}, {"disabled": True}, "expired"),
+    ],
+)
+def test_a_key_is_valid_while_one_of_its_secrets_is(
+    first: dict[str, Any], second: dict[str, Any], state: str
+) -> None:
+    keys = made(entry(**first), entry(sha256="c" * 64, **second))
+    assert keys.state("ada") == state
+    assert len(keys.describe()) == 2
+    assert keys.state("eve") is None
 
 
 @pytest.mark.parametrize(
@@ -256,7 +273,7 @@ def test_both_secrets_of_a_key_hold_while_its_clients_change(write: Callable[...
     [
         "- {name: sk-canary",
         json.dumps([entry("sk-a", allow_from=["sk-canary"])]),
-        json.dumps([entry("sk-a"), entry("sk-b", sha256=[hash_key(b"sk-a")])]),
+        json.dumps([entry("sk-a"), entry("sk-b", sha256=hash_key(b"sk-a"))]),
         None,
     ],
 )
@@ -400,7 +417,7 @@ def test_a_file_and_the_environment_may_both_hold_keys(write: Callable[..., Path
     both = AccessSettings(keys_file=str(write([entry("sk-a")])), keys_env="KEYS")
     keys = KeyStore(both, environment={"KEYS": json.dumps([entry("sk-b")])})
     assert names(keys, "sk-a", "sk-b") == ["a", "b"]
-    with pytest.raises(SettingsError, match="two keys with the same name: a, a"):
+    with pytest.raises(SettingsError, match="one hash twice: a, a"):
         KeyStore(both, environment={"KEYS": json.dumps([entry("sk-a")])})
 
 

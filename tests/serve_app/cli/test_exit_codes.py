@@ -25,7 +25,6 @@ MISSING = {
     "batch --template": ["batch", "in.jsonl", "out.jsonl", "--template", "@none"],
     "keys list": ["keys", "list", "none.yaml"],
     "keys check": ["keys", "check", "none.yaml"],
-    "keys rotate": ["keys", "rotate", "--name", "a", "none.yaml"],
     "usage": ["usage", "none"],
     "usage --config": ["usage", "--config", "none.yaml"],
     "doctor": ["doctor", "none.yaml"],

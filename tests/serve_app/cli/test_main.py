@@ -73,7 +73,7 @@ def test_shells_complete_commands_and_options() -> None:
     assert completions("") == list(COMMANDS)
     assert completions("s") == ["serve", "schema", "stop"]
     assert completions("batch", "--max-") == ["--max-tokens", "--max-concurrency"]
-    assert completions("keys", "") == ["check", "list", "new", "rotate"]
+    assert completions("keys", "") == ["check", "list", "new"]
 
 
 def test_an_unknown_command_is_an_error_of_usage() -> None:

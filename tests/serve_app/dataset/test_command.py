@@ -16,7 +16,7 @@ import pytest
 from serve_app.api.protocol import JSON
 from serve_app.client import Backoff
 from serve_app.dataset.command import main
-from tests.fakes.disk import failing_sync, full
+from tests.fakes.disk import failing_sync, full, small_files
 from tests.progress import STILL_S, run, wait_until
 from tests.serve_app.dataset.fake import FakeService, failure, listening
 
@@ -474,22 +474,24 @@ def test_a_first_command_with_a_mistake_does_not_stand_in_the_way_of_the_correct
 # The disk
 
 
-def test_a_sync_that_fails_ends_the_run_and_its_rows_are_done_again(
+def test_rows_that_find_no_room_are_done_again(
     tmp_path: Path,
-    questions: Path,
     url: str,
     service: FakeService,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    prompts = [os.urandom(200_000).hex() for _ in range(4)]
+    questions = tmp_path / "in.jsonl"
+    questions.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     out = tmp_path / "out.jsonl"
     service.release.clear()
-    service.held_from = 3
+    service.held_from = 1
     arguments = [questions, out, "--url", url]
-    # One call is never answered: only the sync can end the run.
-    with failing_sync(out, after=1):
+    # One call is never answered: only the disk can end the run.
+    with small_files(150_000):
         assert batch(*arguments, "--max-concurrency", 1) == 4
     said = capsys.readouterr().err
-    assert "out.jsonl: Input/output error" in said
+    assert "out.jsonl.run.db: " in said
     assert "run the same command again" in said
     assert "Traceback" not in said
     assert rows(out) == []
@@ -498,17 +500,8 @@ def test_a_sync_that_fails_ends_the_run_and_its_rows_are_done_again(
 
     service.release.set()
     assert batch(*arguments) == 0
-    assert [row["row"] for row in rows(out)] == list(range(100))
-    assert service.served["p0"] == 2
-
-
-def test_the_last_sync_counts_too(tmp_path: Path, questions: Path, url: str) -> None:
-    out = tmp_path / "out.jsonl"
-    with failing_sync(out, after=1):
-        assert batch(questions, out, "--url", url) == 4
-    assert rows(out) == []
-    assert batch(questions, out, "--url", url) == 0
-    assert len(rows(out)) == 100
+    assert [row["result"] for row in rows(out)] == [prompt.upper() for prompt in prompts]
+    assert service.served[prompts[0]] == 2
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
@@ -533,16 +526,23 @@ def test_a_full_disk_ends_the_run_and_it_goes_on_once_there_is_room(
     assert 0 < done < 100
     assert batch(*arguments) == 0
     assert [row["row"] for row in rows(out)] == list(range(100))
-    assert 100 < sum(service.served.values()) <= 110, "the rows on the disk are not sent again"
+    # Rows are recorded before their copy is written.
+    assert 100 <= sum(service.served.values()) <= 110, "the rows on the disk are not sent again"
 
 
+@pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
 def test_a_disk_that_fails_at_the_end(
-    tmp_path: Path, questions: Path, url: str, service: FakeService, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    questions: Path,
+    url: str,
+    service: FakeService,
+    name: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    out = tmp_path / "out.parquet"
-    with failing_sync(tmp_path / "out.parquet.draft"):
+    out = tmp_path / name
+    with failing_sync(tmp_path / f"{name}.draft"):
         assert batch(questions, out, "--url", url) == 4
-    assert "out.parquet: Input/output error" in capsys.readouterr().err
+    assert f"{name}: Input/output error" in capsys.readouterr().err
     assert not list(tmp_path.glob("*.draft"))
     calls = len(service.calls)
     assert batch(questions, out, "--url", url) == 0
@@ -554,7 +554,7 @@ def test_a_disk_that_is_full_from_the_beginning(
     tmp_path: Path, questions: Path, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.jsonl"
-    with failing_sync(out):
+    with small_files(1000):
         assert batch(questions, out, "--url", url) == 4
     assert "error: " in capsys.readouterr().err
     assert batch(questions, out, "--url", url) == 0

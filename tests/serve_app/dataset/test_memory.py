@@ -14,7 +14,6 @@ MOST_MIB = 12.0
 SCRIPT = """
 import asyncio, json, sys
 from pathlib import Path
-from serve_app.dataset.formats import numbered
 from serve_app.dataset.output import Output
 from serve_app.dataset.prompts import Prompter
 from serve_app.dataset.readers import open_source
@@ -35,8 +34,9 @@ class Echo:
         pass
 
 async def main(source, out):
-    output = Output(Path(out), {}, {})
-    rows = numbered(open_source(source).values())
+    source = open_source(source)
+    output = Output(Path(out), {}, source.fingerprint())
+    rows = output.numbered(source.files())
     pace = {"concurrency": 500, "window": (5_000, 1 << 20)}
     drive = Drive(rows, Prompter(), Echo(), {}, output.record, done=output.done, **pace)
     await drive.run()

@@ -81,7 +81,8 @@ async def test_every_row_comes_back_once() -> None:
     assert [row["row"] for row in rows] == list(range(23))
     assert rows[0] == {
         "row": 0,
-        "id": 0,
+        # The output fills in the number.
+        "id": None,
         "result": "P0",
         "finish_reason": "stop",
         "prompt_tokens": 2,
@@ -314,7 +315,7 @@ async def test_a_run_over_a_mended_file_loses_and_doubles_nothing(tmp_path: Path
         source = open_source(str(folder))
         output = Output(tmp_path / "out.jsonl", {}, source.fingerprint(), existing)
         drive = Drive(
-            numbered(source.values()),
+            output.numbered(source.files()),
             Prompter(),
             client(service),
             {},
@@ -326,9 +327,6 @@ async def test_a_run_over_a_mended_file_loses_and_doubles_nothing(tmp_path: Path
         try:
             await drive.run()
             output.complete()
-        except CorruptError as error:
-            output.note_broken(error.files, drive.read)
-            raise
         finally:
             output.close()
 

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -156,13 +156,12 @@ async def no_body() -> Message:
 
 
 async def reply(
-    engines: Engines, take: Send | None = None, died: list[RelayRequest] | None = None, **body: Any
+    engines: Engines, take: Send | None = None, died: Callable[[], None] | None = None, **body: Any
 ) -> Reply:
     request = RelayRequest("POST", "/v1/completions", b"", [], json.dumps({"prompt": "x"} | body).encode())
     received = Reply()
     scope = scope_of()
-    noted: list[RelayRequest] = [] if died is None else died
-    response = EngineResponse(EngineCall(engines.ask, request, died=noted.append))
+    response = EngineResponse(EngineCall(engines.ask, request, died=died))
     await response(scope, no_body, take or received.take)
     received.usage = context_of(scope).usage
     assert take is not None or received.ended
@@ -201,11 +200,9 @@ async def test_another_engine_is_asked_for_the_same(failure: bytes | Exception) 
     ids=["died", "died in a stream", "its engine died", "stops", "gone"],
 )
 @virtual
-async def test_a_call_whose_engine_s_process_died_is_told_of_for_the_ledger(
-    script: Script, calls: int
-) -> None:
-    died: list[RelayRequest] = []
-    await reply(Engines([script, [ANSWER]]), died=died)
+async def test_a_call_whose_engine_s_process_died_is_told_of(script: Script, calls: int) -> None:
+    died: list[None] = []
+    await reply(Engines([script, [ANSWER]]), died=lambda: died.append(None))
     assert len(died) == calls
 
 

@@ -178,6 +178,13 @@ async def test_a_folder_that_cannot_be_used_is_named_with_its_field(
     assert message.endswith("it must be a place where the service can make folders and write files")
 
 
+async def test_a_file_that_is_no_database_is_named_with_its_field(tmp_path: Path) -> None:
+    (tmp_path / "batches.db").write_text("no database, by far" * 100)
+    with pytest.raises(StoreError) as raised:
+        await made(tmp_path, Engine(ANSWER))
+    assert str(raised.value) == f"batches.folder: {tmp_path}/batches.db: file is not a database"
+
+
 async def test_a_start_that_failed_can_be_ended_and_leaves_the_folder_to_the_next(tmp_path: Path) -> None:
     (tmp_path / "files").write_text("")
     batches: Any = Made.__new__(Made)

@@ -29,10 +29,8 @@ from serve_app.jobs import engines
 from serve_app.jobs.engines import EngineClient
 from serve_app.jobs.pacing import EngineLoad
 from serve_app.jobs.rows import QuotaError, RowAnswer
-from serve_app.ledger.callers import LostCalls
-from serve_app.ledger.report import LedgerFiles
 from serve_app.settings.schema import parse
-from serve_app.settings.usage import LedgerSettings, Quota, UsageSettings
+from serve_app.settings.usage import Quota
 from serve_app.wire.frame import Head
 from serve_app.wire.request import RelayRequest
 from tests.fakes.clock import Clock
@@ -110,8 +108,7 @@ async def test_a_refusal_by_a_quota_tells_nothing_of_the_engines() -> None:
 
 
 @pytest.mark.parametrize("dies", [True, False])
-async def test_a_row_lost_with_its_engine_is_in_the_ledger(tmp_path: Path, dies: bool) -> None:
-    lost = LostCalls(UsageSettings(ledger=LedgerSettings(folder=str(tmp_path))), "batches")
+async def test_a_row_lost_with_the_process_of_its_engine_is_counted(dies: bool) -> None:
     # An engine that dies alone leaves a replica that writes the row.
     errors: list[Exception] = [RayActorError() if dies else EngineLostError()]
 
@@ -122,13 +119,9 @@ async def test_a_row_lost_with_its_engine_is_in_the_ledger(tmp_path: Path, dies:
 
     handles: Any = {"demo": Engine(answering)}
     settings = parse({"models": [{"id": "demo", "source": "x"}]})
-    client = EngineClient(settings, handles, Health("llm", ["demo"]), lost=lost)
+    client = EngineClient(settings, handles, Health("llm", ["demo"]))
     assert (await client.send(CHAT, BODY, ANNA)).status == 200
-    await lost.stop()
-    found = LedgerFiles(str(tmp_path)).sums(["outcome", "model", "tenant", "key", "source"])
-    assert [(*line.values, line.total.calls, line.total.output_tokens) for line in found] == (
-        [("lost", "demo", "anna", "ada", "batch", 1, 0)] if dies else []
-    )
+    assert client.lost_calls["demo"] == dies
 
 
 async def test_a_row_calls_a_route_by_its_name_in_vllm() -> None:

@@ -209,10 +209,11 @@ async def test_statistics_become_metrics() -> None:
     async def stats() -> JSON:
         return STATS
 
-    metrics = BatchesMetrics(stats, Meters(catalogue.BATCHES, make))
+    metrics = BatchesMetrics(stats, {"demo": 2}, Meters(catalogue.BATCHES, make))
     await metrics.report()
     await metrics.report()
     assert values == {
+        ("saturate_lost_calls_total", "demo"): 2,
         ("saturate_batches_open", "validating"): 1,
         ("saturate_batches_open", "in_progress"): 2,
         ("saturate_batches_open", "finalizing"): 0,

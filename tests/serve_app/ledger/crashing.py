@@ -1,121 +1,78 @@
-"""A file system in memory whose process can be killed at any step, and a ledger on it."""
+"""A disk whose process can be killed at any step, and calls of a ledger."""
 
-import fnmatch
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from serve_app.api.scheduling import Scheduling
 from serve_app.ledger.calls import Call, CallBook, Sums
+from serve_app.ledger.writer import Disk
 from serve_app.wire.request import RelayRequest
 from serve_app.wire.usage import RequestUsage, Tokens, Usage
 from tests.fakes.clock import Clock
 from tests.fakes.disk import KilledError
 
-FOLDER = Path("/ledger")
 
-
-@dataclass
-class Store:
-    """State that outlives a process."""
-
-    files: dict[Path, bytes] = field(default_factory=dict)
-    times: dict[Path, float] = field(default_factory=dict)
-
-
-class MemoryDisk:
+class DyingDisk(Disk):
     """The disk as one process sees it.
 
-    Args:
-        store: What outlives the process.
-        clock: The time of files.
-
     Attributes:
-        kill_at: The step, from now, at which the process is killed; None: at none.
-        kill_share: Share of the data that an append writes before it is killed.
+        kill_at: The step, from now, in which the process is killed; None: in none.
+        kill_share: Share of the data that the step writes before the kill.
         share: Share of the data that an append writes before it fails.
         failing: Appends fail with an OSError.
         full: Replacements fail too.
-        meanwhile: Called before a replacement, as by another thread.
     """
 
-    def __init__(self, store: Store, clock: Callable[[], float] = time.time) -> None:
-        self.store = store
-        self._clock = clock
+    def __init__(self) -> None:
         self.kill_at: int | None = None
         self.kill_share = 0.5
         self.share = 0.5
         self.failing = False
         self.full = False
-        self.meanwhile: Callable[[], None] = lambda: None
+        self._open: IO[bytes] | None = None
 
     def _step(self) -> bool:
         """Return whether the process dies in this step."""
         if self.kill_at is None:
             return False
         self.kill_at -= 1
-        return self.kill_at < 0
+        if self.kill_at < 0:
+            self.kill_at = 0
+            return True
+        return False
 
-    def append(self, path: Path, data: bytes) -> None:
+    def killed(self) -> None:
+        """Close the file that grows, as the kernel does after a kill."""
+        if self._open is not None:
+            self._open.close()
+
+    def append(self, file: IO[bytes], data: bytes) -> None:
+        self._open = file
         dies = self._step()
         if dies or self.failing:
             data = data[: int(len(data) * (self.kill_share if dies else self.share))]
-        self.store.files[path] = self.store.files.get(path, b"") + data
-        self.store.times[path] = self._clock()
+        super().append(file, data)
         if dies:
             raise KilledError
         if self.failing:
             raise OSError(28, "No space left on device")
 
     def replace(self, path: Path, data: bytes) -> None:
-        meanwhile, self.meanwhile = self.meanwhile, lambda: None
-        meanwhile()
         if self._step():
+            path.with_suffix(".draft").write_bytes(data[: int(len(data) * self.kill_share)])
             raise KilledError
         if self.full:
             raise OSError(28, "No space left on device")
-        self.store.files[path] = data
-        self.store.times[path] = self._clock()
-
-    def cut(self, path: Path, size: int) -> None:
-        if self._step():
-            raise KilledError
-        if path in self.store.files:
-            self.store.files[path] = self.store.files[path][:size]
-
-    def read(self, path: Path) -> bytes:
-        try:
-            return self.store.files[path]
-        except KeyError:
-            raise FileNotFoundError(path) from None
-
-    def size(self, path: Path) -> int:
-        return len(self.store.files.get(path, b""))
+        super().replace(path, data)
 
     def remove(self, path: Path) -> None:
         if self._step():
             raise KilledError
-        self.store.files.pop(path, None)
-
-    def files(self, folder: Path, pattern: str) -> list[Path]:
-        def matches(path: Path) -> bool:
-            parts = path.relative_to(folder).parts if path.is_relative_to(folder) else ()
-            wanted = pattern.split("/")
-            return len(parts) == len(wanted) and all(map(fnmatch.fnmatch, parts, wanted))
-
-        folders = {path.parent for path in self.store.files}
-        return sorted(path for path in {*self.store.files, *folders} if matches(path))
-
-    def touch(self, path: Path) -> float:
-        self.store.files.setdefault(path, b"")
-        self.store.times[path] = self._clock()
-        return self.store.times[path]
-
-    def modified(self, path: Path) -> float:
-        return self.store.times.get(path, float("inf"))
+        super().remove(path)
 
 
 class FakeSequence:

@@ -1,12 +1,14 @@
 """Metrics of what tenants use."""
 
+from pathlib import Path
+
 from serve_app.ledger.calls import CallBook
 from serve_app.ledger.metrics import UsageMetrics
 from serve_app.ledger.writer import Ledger
 from serve_app.telemetry import catalogue
 from serve_app.telemetry.meters import Meters
 from serve_app.wire.usage import Tokens
-from tests.serve_app.ledger.crashing import FOLDER, FakeSequence, MemoryDisk, Store, begun, call_of, ran
+from tests.serve_app.ledger.crashing import FakeSequence, begun, call_of, ran
 from tests.serve_app.telemetry.instruments import Instruments
 
 
@@ -45,12 +47,13 @@ def test_work_that_no_tenant_has_asked_for_has_no_series() -> None:
     assert made.values == {}
 
 
-def test_the_ledger_tells_what_it_has_written_and_dropped() -> None:
+def test_the_ledger_tells_what_it_has_written_and_dropped(tmp_path: Path) -> None:
     book = CallBook("demo")
-    ledger = Ledger(book, FOLDER, disk=MemoryDisk(Store()))
+    ledger = Ledger(book, tmp_path)
     metrics, made = metrics_of(book, ledger)
     ran(book, Tokens(1, 0, 1))
     ledger.round()
+    ledger.finish()
     metrics()
     assert made.of(catalogue.USAGE_ROWS, "demo") == [1]
     assert made.of(catalogue.USAGE_DROPPED, "demo") == []

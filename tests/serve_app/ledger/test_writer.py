@@ -2,31 +2,34 @@
 
 import json
 import os
+import signal
+import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from tempfile import TemporaryDirectory
+from typing import IO, Any, NamedTuple
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.ledger import writer as writer_module
 from serve_app.ledger.calls import Call, CallBook
-from serve_app.ledger.disk import DRAFT, LocalDisk
 from serve_app.ledger.parquet import to_parquet
 from serve_app.ledger.report import LedgerFiles
-from serve_app.ledger.rows import LedgerRow, decode, encode
+from serve_app.ledger.rows import LedgerRow, encode
 from serve_app.ledger.writer import (
     JSONL,
     MAX_PENDING,
-    ORPHANED_S,
     PARQUET,
-    TOUCH_S,
+    Disk,
     Ledger,
     Writer,
+    hold,
     new_book,
     segment_path,
     unique_name,
@@ -37,16 +40,7 @@ from serve_app.wire.usage import Tokens, Usage
 from tests.fakes.clock import Clock
 from tests.fakes.disk import KilledError
 from tests.progress import STILL_S, wait_until
-from tests.serve_app.ledger.crashing import (
-    FOLDER,
-    FakeSequence,
-    MemoryDisk,
-    Store,
-    begun,
-    book_of,
-    call_of,
-    ran,
-)
+from tests.serve_app.ledger.crashing import DyingDisk, FakeSequence, begun, book_of, call_of, ran
 from tests.serve_app.ledger.ledgers import START, row
 
 DAY_S = 86_400.0
@@ -57,14 +51,19 @@ Sizes = dict[str, int]
 """Output tokens by call; each call has a tenant of its own."""
 
 
-def rows_in(store: Store) -> list[LedgerRow]:
+def files_in(folder: Path) -> set[Path]:
+    """Return the segments of a ledger, in both forms."""
+    return {path for path in folder.glob("day=*/*") if path.suffix in (JSONL, PARQUET)}
+
+
+def rows_in(folder: Path) -> list[LedgerRow]:
     """Return the rows of a ledger as a reader sees them."""
     found = []
-    for path, data in sorted(store.files.items()):
-        if path.suffix == PARQUET:
-            found += decode(data.removeprefix(b"PAR1"))[0]
-        elif path.suffix == JSONL and path.with_suffix(PARQUET) not in store.files:
-            found += decode(data)[0]
+    for path in sorted(files_in(folder)):
+        if path.suffix == PARQUET or not path.with_suffix(PARQUET).exists():
+            data = path.read_bytes().removeprefix(b"PAR1")
+            whole = data[: data.rfind(b"\n") + 1].splitlines()
+            found += [msgspec.json.decode(line, type=LedgerRow) for line in whole]
     return found
 
 
@@ -81,17 +80,17 @@ class Process:
     """
 
     def __init__(
-        self, store: Store, clock: Clock, name: str, *, parquet: bool = False, **options: Any
+        self, folder: Path, clock: Clock, name: str, *, parquet: bool = False, **options: Any
     ) -> None:
         self.name = name
-        self.disk = MemoryDisk(store, clock)
+        self.disk = DyingDisk()
         self.clock = clock
         self.book = book_of(name, clock)
         self.counted: Sizes = {}
         self.written: Sizes = {}
         self.ledger = Ledger(
             self.book,
-            FOLDER,
+            folder,
             disk=self.disk,
             compact=packed if parquet else None,
             clock=clock,
@@ -175,9 +174,9 @@ TURNS = st.lists(
 )
 
 
-def check(store: Store, *processes: Process) -> None:
+def check(folder: Path, *processes: Process) -> None:
     """Check that every row of a round that succeeded is there, and no call twice or with other tokens."""
-    rows = rows_in(store)
+    rows = rows_in(folder)
     sizes = {row.tenant: row.output_tokens for row in rows}
     assert len(sizes) == len(rows)
     for process in processes:
@@ -189,52 +188,65 @@ def check(store: Store, *processes: Process) -> None:
     turns=TURNS,
     kill_at=st.integers(0, 24),
     share=st.floats(0, 1),
-    adopters=st.lists(st.integers(0, 6), max_size=4),
+    starts=st.lists(st.integers(0, 6), max_size=4),
     parquet=st.booleans(),
 )
-def test_a_kill_at_any_write_loses_what_came_after_the_last_round_and_doubles_nothing(
-    turns: list[Turn], kill_at: int, share: float, adopters: list[int], parquet: bool
+def test_a_kill_at_any_step_loses_what_came_after_the_last_round_and_doubles_nothing(
+    turns: list[Turn], kill_at: int, share: float, starts: list[int], parquet: bool
 ) -> None:
-    store, clock = Store(), Clock(START)
-    dying = Process(store, clock, "a", parquet=parquet)
-    other = Process(store, clock, "b", parquet=parquet)
-    other.turn(Turn(1, [0], 0.5, None, False, False))
-    dying.disk.kill_at, dying.disk.kill_share = kill_at, share
-    try:
-        for turn in turns:
-            dying.turn(turn)
-            check(store, dying, other)
-    except KilledError:
-        pass
-    check(store, dying, other)
-    clock.now += 2 * ORPHANED_S
-    for step in adopters:
-        adopter = Process(store, clock, "c", parquet=parquet)
-        adopter.disk.kill_at = step
+    clock = Clock(START)
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        dying = Process(folder, clock, "a", parquet=parquet)
+        other = Process(folder, clock, "b", parquet=parquet)
+        other.turn(Turn(1, [0], 0.5, None, False, False))
+        (held,) = files_in(folder)
+        dying.disk.kill_at, dying.disk.kill_share = kill_at, share
         with suppress(KilledError):
-            adopter.ledger.adopt()
-        check(store, dying, other)
-    last = Process(store, clock, "d", parquet=parquet)
-    last.ledger.adopt()
-    check(store, dying, other)
+            for turn in turns:
+                dying.turn(turn)
+                check(folder, dying, other)
+        dying.disk.killed()
+        check(folder, dying, other)
+        for number, step in enumerate(starts):
+            starting = Process(folder, clock, f"c{number}", parquet=parquet)
+            starting.disk.kill_at = step
+            with suppress(KilledError):
+                starting.ledger.close()
+            check(folder, dying, other)
+        Process(folder, clock, "d", parquet=parquet).ledger.close()
+        check(folder, dying, other)
+        if parquet:
+            assert {path for path in files_in(folder) if path.suffix == JSONL} == {held}
+        other.turn(Turn(1, [0], 0.5, None, False, False))
+        check(folder, dying, other)
+        other.disk.killed()
 
 
 @given(turns=TURNS, parquet=st.booleans())
 def test_a_process_that_ends_in_order_leaves_exact_sums(turns: list[Turn], parquet: bool) -> None:
-    store = Store()
-    process = Process(store, Clock(START), "a", parquet=parquet)
-    for turn in turns:
-        process.turn(turn)
-    process.disk.failing = process.disk.full = False
-    assert process.ledger.finish()
-    process.ledger.close()
-    assert {row.tenant: row.output_tokens for row in rows_in(store)} == process.counted
-    assert process.ledger.dropped == 0
+    with TemporaryDirectory() as name:
+        process = Process(Path(name), Clock(START), "a", parquet=parquet)
+        for turn in turns:
+            process.turn(turn)
+        process.disk.failing = process.disk.full = False
+        assert process.ledger.finish()
+        process.ledger.close()
+        assert {row.tenant: row.output_tokens for row in rows_in(Path(name))} == process.counted
+        assert process.ledger.dropped == 0
+        assert not parquet or all(path.suffix == PARQUET for path in files_in(Path(name)))
 
 
-def test_a_row_has_the_origin_of_its_call_and_its_times() -> None:
-    store, clock = Store(), Clock(START)
-    process = Process(store, clock, "a")
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[Process]:
+    """A process whose ledger is in `tmp_path`."""
+    made = Process(tmp_path, Clock(START), "a")
+    yield made
+    made.disk.killed()
+
+
+def test_a_row_has_the_origin_of_its_call_and_its_times(process: Process, tmp_path: Path) -> None:
+    clock = process.clock
     call = call_of(process.book, "acme", "r-1", clock)
     slot = call.usage.begin(Usage(clock.now - 0.25, clock.now, 0.0))
     slot.count(FakeSequence(Tokens(10, 4, 3)))
@@ -242,7 +254,7 @@ def test_a_row_has_the_origin_of_its_call_and_its_times() -> None:
     slot.end()
     call.close()
     process.ledger.round()
-    (row,) = rows_in(store)
+    (row,) = rows_in(tmp_path)
     assert (row.key, row.tenant, row.model, row.tier) == ("ada", "acme", "demo", "default")
     assert (row.endpoint, row.source, row.request_id) == ("/v1/completions", "http", "r-1")
     assert (row.prompt_tokens, row.cached_tokens, row.output_tokens) == (10, 4, 3)
@@ -252,11 +264,9 @@ def test_a_row_has_the_origin_of_its_call_and_its_times() -> None:
 
 
 def test_rows_that_can_not_be_written_wait_and_the_oldest_are_kept(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    process: Process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(writer_module, "MAX_PENDING", 2)
-    store, clock = Store(), Clock(START)
-    process = Process(store, clock, "a")
     process.disk.failing, process.disk.share = True, 0.6
     for _ in range(3):
         process.run()
@@ -265,32 +275,27 @@ def test_rows_that_can_not_be_written_wait_and_the_oldest_are_kept(
     assert caplog.text.count("can't be written") == 1
     process.disk.failing = False
     process.ledger.round()
-    assert [row.output_tokens for row in rows_in(store)] == [1, 2]
+    assert [row.output_tokens for row in rows_in(tmp_path)] == [1, 2]
     assert MAX_PENDING > 1_000
 
 
-def test_an_idle_process_writes_nothing() -> None:
-    store, clock = Store(), Clock(START)
-    process = Process(store, clock, "a")
+def test_an_idle_process_writes_nothing(process: Process, tmp_path: Path) -> None:
     process.ledger.round()
     process.disk.kill_at = 0
-    clock.now += 10
+    process.clock.now += 10
     process.ledger.round()
-    assert (store.files, process.ledger.behind_s) == ({}, 0)
+    assert (list(tmp_path.iterdir()), process.ledger.behind_s) == ([], 0)
 
 
-def test_rows_go_to_the_day_on_which_their_calls_ended() -> None:
-    store, clock = Store(), Clock(START)
-    process = Process(store, clock, "a")
+def test_rows_go_to_the_day_on_which_their_calls_ended(process: Process, tmp_path: Path) -> None:
     process.run()
-    clock.now += DAY_S
+    process.clock.now += DAY_S
     process.run()
     process.ledger.round()
-    assert sorted(store.files) == [segment_path(FOLDER, f"2027-01-{15 + n}", "a", n) for n in (0, 1)]
+    assert files_in(tmp_path) == {segment_path(tmp_path, f"2027-01-{15 + n}", "a", n) for n in (0, 1)}
 
 
-def test_a_process_tells_whether_its_last_rows_are_written() -> None:
-    process = Process(Store(), Clock(START), "a")
+def test_a_process_tells_whether_its_last_rows_are_written(process: Process) -> None:
     process.run()
     process.disk.failing = True
     assert not process.ledger.finish()
@@ -301,157 +306,176 @@ def test_a_process_tells_whether_its_last_rows_are_written() -> None:
 # Closed segments
 
 
-def upload_to(uploaded: list[Path], failures: int = 0) -> Callable[[Path], None]:
-    """Return an upload that fails so many times before it works."""
-    left = iter([True] * failures)
+class Bucket:
+    """Gets uploads, of which the first ones fail.
 
-    def upload(path: Path) -> None:
-        if next(left, False):
+    Attributes:
+        got: Contents by path.
+        failures: Uploads that fail from now on.
+    """
+
+    def __init__(self, failures: int = 0) -> None:
+        self.got: dict[Path, bytes] = {}
+        self.failures = failures
+
+    def __call__(self, path: Path, content: bytes) -> None:
+        self.failures -= 1
+        if self.failures >= 0:
             raise OSError("no such bucket")
-        uploaded.append(path)
-
-    return upload
+        self.got[path] = content
 
 
-def add(store: Store, number: int, *, day: str = TODAY, name: str = "a", content: bytes = LINE) -> Path:
-    """Add a segment that was written long ago."""
-    path = segment_path(FOLDER, day, name, number)
-    store.files[path], store.times[path] = content, 0.0
-    return path
+def add(folder: Path, number: int, *, day: str = TODAY, name: str = "b", content: bytes = LINE) -> Path:
+    """Add a segment of another process, which nobody holds; return its path in the folder."""
+    path = segment_path(folder, day, name, number)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path.relative_to(folder)
 
 
-def test_the_number_of_a_segment_is_that_of_its_first_row() -> None:
-    store = Store()
-    process = Process(store, Clock(START), "a", segment_bytes=1)
-    for calls in (2, 1, 1):
-        process.run(calls)
-        process.ledger.round()
-    assert sorted(store.files) == [segment_path(FOLDER, TODAY, "a", number) for number in (0, 2, 3)]
-
-
-def test_closed_segments_of_this_process_are_compacted() -> None:
-    store = Store()
-    closed, other = add(store, 0), add(store, 0, name="b")
-    process = Process(store, Clock(START), "a", parquet=True)
+def test_a_closed_segment_is_compacted_and_a_growing_one_is_not(tmp_path: Path) -> None:
+    process = Process(tmp_path, Clock(START), "a", parquet=True, segment_bytes=1)
+    process.run(2)
+    process.ledger.round()
+    process.ledger._segment_bytes = 1_000_000
     process.run()
     process.ledger.round()
     process.ledger.close()
-    grows = segment_path(FOLDER, TODAY, "a", 0)
-    # The first segment of the process has the place of the old one here.
-    assert {*store.files} == {grows, other}
+    first, second = (segment_path(tmp_path, TODAY, "a", number) for number in (0, 1))
+    assert files_in(tmp_path) == {first.with_suffix(PARQUET), second}
     process.ledger.finish()
     process.ledger.close()
-    assert {*store.files} == {closed.with_suffix(PARQUET), other}
+    assert files_in(tmp_path) == {path.with_suffix(PARQUET) for path in (first, second)}
 
 
-def test_a_segment_that_can_not_be_compacted_is_tried_once_and_uploaded_as_it_is() -> None:
-    store, tried, uploaded = Store(), [], list[Path]()
-    path = add(store, 0, content=b"no row\n")
+def test_a_segment_that_can_not_be_compacted_is_uploaded_as_it_is(tmp_path: Path) -> None:
+    path, bucket = add(tmp_path, 0, content=b"no row\n"), Bucket()
 
     def compact(content: bytes) -> bytes:
-        tried.append(content)
         raise ValueError("it has no rows")
 
-    ledger = Process(store, Clock(START), "a", upload=upload_to(uploaded, failures=1)).ledger
+    ledger = Process(tmp_path, Clock(START), "a", upload=bucket).ledger
     ledger._compact = compact
+    ledger.close()
+    assert (bucket.got, files_in(tmp_path)) == ({path: b"no row\n"}, set())
+
+
+def test_a_segment_that_can_not_be_compacted_stays_and_is_tried_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = add(tmp_path, 0, content=b"no row\n")
+    writer = Process(tmp_path, Clock(START), "a", parquet=True).ledger
+    writer._compact = to_parquet
+    writer.close()
+    writer.close()
+    assert files_in(tmp_path) == {tmp_path / path}
+    assert caplog.text.count("can't be written as Parquet") == 1
+
+
+def test_an_upload_that_fails_holds_up_no_other_segment(tmp_path: Path) -> None:
+    first, second, bucket = add(tmp_path, 0), add(tmp_path, 1), Bucket(failures=1)
+    ledger = Process(tmp_path, Clock(START), "a", upload=bucket).ledger
     with pytest.raises(OSError, match="no such bucket"):
         ledger.close()
-    assert {*store.files} == {path}
     ledger.close()
-    assert (tried, uploaded, {*store.files}) == ([b"no row\n"], [path], set())
+    assert list(bucket.got) == [second, first]
+    assert not files_in(tmp_path)
 
 
-def test_an_upload_that_fails_goes_on_with_the_same_segment() -> None:
-    store, uploaded = Store(), list[Path]()
-    first, second = add(store, 0), add(store, 1)
-    ledger = Process(store, Clock(START), "a", upload=upload_to(uploaded, failures=1)).ledger
-    with pytest.raises(OSError, match="no such bucket"):
-        ledger.close()
-    ledger.close()
-    assert (uploaded, store.files) == ([first, second], {})
+def test_segments_of_old_days_are_removed(tmp_path: Path) -> None:
+    add(tmp_path, 0, day="2027-01-11")
+    add(tmp_path, 0, day="2027-01-10")
+    young = add(tmp_path, 2, day="2027-01-12")
+    Process(tmp_path, Clock(START), "a", keep_s=3 * DAY_S).ledger.remove_old()
+    assert files_in(tmp_path) == {tmp_path / young}
 
 
-def test_a_draft_of_a_crash_is_removed_and_never_uploaded() -> None:
-    store, uploaded = Store(), list[Path]()
-    path = add(store, 0)
-    store.files[path.with_name(path.name + DRAFT)] = b"half of"
-    Process(store, Clock(START), "a", upload=upload_to(uploaded)).ledger.close()
-    assert (uploaded, store.files) == ([path], {})
-
-
-def test_segments_of_old_days_are_removed() -> None:
-    store = Store()
-    add(store, 0, day="2027-01-11")
-    add(store, 0, day="2027-01-10", name="b")
-    young = add(store, 2, day="2027-01-12")
-    ledger = Process(store, Clock(START), "a", keep_s=3 * DAY_S).ledger
-    ledger.remove_old()
-    assert {*store.files} == {young}
-
-
-def test_while_too_many_bytes_wait_for_their_upload_rows_are_dropped() -> None:
-    store = Store()
-    add(store, 0, name="b")
-    process = Process(store, Clock(START), "a", upload=upload_to([]), max_bytes=len(LINE) - 1)
-    process.ledger.close()
+def test_while_too_many_bytes_wait_for_their_upload_rows_are_dropped(tmp_path: Path) -> None:
+    bucket = Bucket(failures=1)
+    process = Process(tmp_path, Clock(START), "a", upload=bucket, max_bytes=len(LINE) - 1)
+    add(tmp_path, 0)
+    with suppress(OSError):
+        process.ledger.close()
     assert process.ledger.full
     process.run()
     process.ledger.round()
     assert process.ledger.dropped == 1
-    store.files.clear()
+    process.ledger.close()
     process.ledger.close()
     assert not process.ledger.full
 
 
-# Processes that have died
+# Segments of other processes
 
 
-def test_only_the_work_of_dead_processes_is_finished() -> None:
-    store, clock, uploaded = Store(), Clock(START), list[Path]()
-    dead, alive = Process(store, clock, "b"), Process(store, clock, "c")
+def test_a_start_finishes_only_what_nobody_holds(tmp_path: Path) -> None:
+    clock, bucket = Clock(START), Bucket()
+    dead, alive = Process(tmp_path, clock, "b"), Process(tmp_path, clock, "c")
     for process in (dead, alive):
         process.run(3)
         process.ledger.round()
-    adopter = Process(store, clock, "a", upload=upload_to(uploaded))
-    clock.now += ORPHANED_S - TOUCH_S
-    alive.ledger.round()
-    adopter.ledger.adopt()
-    assert not uploaded
-    clock.now += TOUCH_S
-    adopter.ledger.adopt()
-    assert uploaded == [segment_path(FOLDER, TODAY, "b", 0)]
+    dead.disk.killed()
+    starting = Process(tmp_path, clock, "a", upload=bucket)
+    starting.ledger.close()
+    assert [path.name for path in bucket.got] == ["b.000000.jsonl"]
+    alive.disk.killed()
+    starting.ledger.close()
+    assert [path.name for path in bucket.got] == ["b.000000.jsonl", "c.000000.jsonl"]
 
 
-def test_a_part_of_a_last_line_is_cut_off() -> None:
-    store, clock = Store(), Clock(START)
-    add(store, 0, name="b", content=LINE + LINE[:-9])
-    adopter = Process(store, clock, "a", parquet=True)
-    adopter.ledger.adopt()
-    assert store.files[segment_path(FOLDER, TODAY, "b", 0).with_suffix(PARQUET)] == packed(LINE)
+def test_a_part_of_a_last_row_is_left_out_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = add(tmp_path, 0, content=LINE + LINE[:-9])
+    Process(tmp_path, Clock(START), "a", parquet=True).ledger.close()
+    assert (tmp_path / path).with_suffix(PARQUET).read_bytes() == packed(LINE)
+    assert "ends in a part of a row" in caplog.text
 
 
-def test_work_of_a_dead_process_that_fails_is_left_to_the_next_call() -> None:
-    store, uploaded = Store(), list[Path]()
-    path = add(store, 0, name="b")
-    adopter = Process(store, Clock(START), "a", upload=upload_to(uploaded, failures=1))
-    with pytest.raises(OSError, match="no such bucket"):
-        adopter.ledger.adopt()
-    assert path in store.files
-    adopter.ledger.adopt()
-    assert uploaded == [path]
-
-
-def test_a_process_that_stood_still_goes_on_in_another_segment() -> None:
-    store, clock = Store(), Clock(START)
-    process, adopter = (Process(store, clock, name, parquet=True) for name in "ab")
+def test_a_new_file_that_a_start_has_taken_gets_no_rows(tmp_path: Path) -> None:
+    process = Process(tmp_path, Clock(START), "a")
+    taken = tmp_path / add(tmp_path, 0, name="a", content=b"")
     process.run()
+    with taken.open("r+b") as file:
+        assert hold(file)
+        process.ledger.round()
+        taken.unlink()
     process.ledger.round()
-    clock.now += 2 * ORPHANED_S
-    adopter.ledger.adopt()
-    process.run()
-    process.ledger.round()
-    check(store, process)
-    assert {row.tenant for row in rows_in(store)} == {"a-1", "a-2"}
+    check(tmp_path, process)
+    assert files_in(tmp_path) == {segment_path(tmp_path, TODAY, "a", 1)}
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from serve_app.ledger.writer import Writer
+from serve_app.settings.usage import LedgerSettings, UsageSettings
+from serve_app.wire.usage import Tokens
+from tests.serve_app.ledger.crashing import ran
+from serve_app.ledger.writer import new_book
+
+book = new_book("demo", "old")
+writer = Writer(UsageSettings(ledger=LedgerSettings(folder=sys.argv[1])), book)
+ran(book, Tokens(output=3))
+writer.flush()
+print("written", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_new_writer_finishes_the_work_of_a_killed_process(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as old:
+        assert old.stdout is not None
+        assert old.stdout.readline() == "written\n"
+        first, second = (Writer(settings(tmp_path), new_book("demo", "new")).ledger for _ in range(2))
+        first.close()
+        assert {path.suffix for path in files_in(tmp_path)} == {JSONL}
+        os.kill(old.pid, signal.SIGKILL)
+        old.wait()
+    second.close()
+    assert {path.suffix for path in files_in(tmp_path)} == {PARQUET}
+    assert outputs(tmp_path) == {"ok": 3}
 
 
 # Threads and real files
@@ -478,31 +502,11 @@ def test_rows_are_there_soon_and_a_writer_that_stops_leaves_parquet(tmp_path: Pa
     finally:
         writer.stop()
         writer.stop()
-    (path,) = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != ".now"]
+    (path,) = (path for path in tmp_path.rglob("*") if path.is_file())
     assert path.name.startswith("Engine-demo-1-")
     assert path.suffix == PARQUET
     assert outputs(tmp_path) == {"ok": 3}
     assert writer.ledger.written == 1
-
-
-def orphaned(folder: Path) -> None:
-    """Let all segments of a folder be those of processes that have died."""
-    for path in folder.rglob("*.jsonl"):
-        os.utime(path, (0, 0))
-
-
-def test_a_new_writer_finishes_the_work_of_a_dead_one(tmp_path: Path) -> None:
-    dead = CallBook("demo", "old", "old-1")
-    old = Writer(settings(tmp_path), dead)
-    ran(dead, Tokens(output=3))
-    old.flush()
-    orphaned(tmp_path)
-    writer = Writer(settings(tmp_path), new_book("demo", "new"), **FAST).start()
-    try:
-        wait_until(lambda: {path.suffix for path in tmp_path.glob("day=*/*")} == {PARQUET})
-    finally:
-        writer.stop()
-    assert outputs(tmp_path) == {"ok": 3}
 
 
 def test_a_ledger_at_a_url_is_uploaded_from_a_spool(tmp_path: Path) -> None:
@@ -530,8 +534,7 @@ def test_a_service_takes_no_rows_from_the_spool_of_another_url(tmp_path: Path) -
 
     book, dead, first = writer_to("first")
     ran(book, Tokens(output=3))
-    dead.flush()
-    orphaned(tmp_path)
+    dead.ledger.finish()
     book, other, second = writer_to("second")
     ran(book, Tokens(output=4))
     other.start()
@@ -572,7 +575,7 @@ def test_a_package_that_is_missing_is_named(
         Writer(UsageSettings(ledger=LedgerSettings(spool=str(tmp_path), **fields)), new_book("m", "r"))
 
 
-class FullDisk(LocalDisk):
+class FullDisk(Disk):
     """A disk that is full for what is replaced."""
 
     def replace(self, path: Path, data: bytes) -> None:
@@ -596,16 +599,15 @@ def test_files_of_old_days_are_removed_from_a_full_disk(tmp_path: Path) -> None:
     assert outputs(tmp_path) == {"ok": 3}
 
 
-class HangingDisk(LocalDisk):
+class HangingDisk(Disk):
     """A disk that hangs until it is let go."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.goes_on = threading.Event()
 
-    def append(self, path: Path, data: bytes) -> None:
+    def append(self, file: IO[bytes], data: bytes) -> None:
         self.goes_on.wait(LIMIT_S)
-        super().append(path, data)
+        super().append(file, data)
 
 
 def test_a_disk_that_hangs_does_not_hold_up_the_end_of_the_process(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.ledger.disk import LocalDisk
+from serve_app.ledger.writer import Disk, Segment
 from serve_app.quotas.state import State, StoredState
 from serve_app.system.database import FencedError
 
@@ -37,7 +37,7 @@ def test_what_was_saved_is_loaded_by_the_process_that_opens_last(opened: Callabl
 
 def test_only_this_user_may_read_the_state_and_the_ledger(tmp_path: Path) -> None:
     StoredState(tmp_path / "state" / "quotas" / "quotas.db").close()
-    LocalDisk().append(tmp_path / "ledger" / "day=2026-11-29" / "a.jsonl", b"{}\n")
+    Segment(tmp_path / "ledger" / "day=2026-11-29" / "a.jsonl", Disk(), 0.0).close()
     modes = {path: path.stat().st_mode & 0o777 for path in (tmp_path / "state", tmp_path / "ledger")}
     assert set(modes.values()) == {0o700}
     assert (tmp_path / "state" / "quotas" / "quotas.db").stat().st_mode & 0o077 == 0

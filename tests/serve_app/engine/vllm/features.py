@@ -261,6 +261,7 @@ def engine_of(executor: type[SimulatedExecutor], kind: type[VirtualEngine]) -> t
             _complete(self)
 
         def _executor(self) -> type[SimulatedExecutor]:
-            return type("Executor", (executor,), {"time": self.time})
+            fields = {"time": self.time, "make_device": staticmethod(self.device)}
+            return type("Executor", (executor,), fields)
 
     return Engine
