@@ -1,10 +1,11 @@
-"""The schema of `/stats` and `/health`: the service writes them; `top`, `tune`, `doctor` and runs read them.
+"""The schema of `/stats` and `/health`: the service writes them; `top`, the page, `tune` and runs read them.
 
 A value of another form, as a service of another version may send it, is read as None, so that the rest is
 usable.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Any, TypeVar
 
 from pydantic import (
@@ -20,6 +21,7 @@ from pydantic import (
 
 from batcher import BatchStats, ContinuousStats
 from serve_app.api.protocol import JSON
+from serve_app.api.scheduling import tier
 
 ValueT = TypeVar("ValueT")
 
@@ -53,13 +55,40 @@ class Use(StatsPart):
     cached: int = Field(default=0, description="Tokens of prompts that were in the prefix cache.")
     output: int = Field(default=0, description="Tokens of answers.")
     cost: int = Field(default=0, description="Cost of the records of a function.")
+    tokens_per_s: Maybe[float] = Field(default=None, description="Tokens of prompts and answers, per second.")
+
+    def plus(self, other: "Use") -> "Use":
+        """Return the sums of both."""
+        return Use(
+            calls=self.calls + other.calls,
+            prompt=self.prompt + other.prompt,
+            cached=self.cached + other.cached,
+            output=self.output + other.output,
+            cost=self.cost + other.cost,
+            tokens_per_s=_sum((self.tokens_per_s, other.tokens_per_s)),
+        )
 
 
 class EngineTokens(StatsPart):
-    """Tokens as the engine counts them, step by step, since its start."""
+    """What the engine counts, step by step, since its start."""
 
     prompt: int = Field(default=0, description="Tokens of prompts.")
     output: int = Field(default=0, description="Tokens of answers.")
+    preempted: int = Field(default=0, description="Sequences that were preempted and computed again.")
+
+
+class Rates(StatsPart):
+    """Rates of a replica, over the last two to three seconds."""
+
+    over_s: float = Field(default=0.0, description="Seconds that the rates are taken over.")
+    requests_per_s: float = Field(default=0.0, description="Completed requests per second.")
+    prompt_tokens_per_s: Maybe[float] = Field(
+        default=None, description="Tokens of prompts per second; null: a function."
+    )
+    output_tokens_per_s: Maybe[float] = Field(
+        default=None, description="Tokens of answers per second; null: a function."
+    )
+    busy: float = Field(default=0.0, description="Share of the time, 0 to 1, in which a request ran.")
 
 
 class ReplicaUsage(StatsPart):
@@ -154,6 +183,7 @@ class ReplicaStats(StatsPart):
     goals: Maybe[GoalsInForce] = Field(default=None, description="Latency goals; null: none.")
     scheduler: Maybe[SchedulerFigures] = Field(default=None, description="Its scheduler; null: vLLM's own.")
     usage: Maybe[ReplicaUsage] = Field(default=None, description="Its use since its start.")
+    rates: Maybe[Rates] = Field(default=None, description="Its rates.")
     adapters: Maybe[list[Maybe[AdapterState]]] = Field(default=None, description="LoRA adapters.")
     turn: Maybe[Turn] = Field(default=None, description="For a model that shares its device.")
     batcher: Maybe[BatcherStats] = Field(
@@ -166,9 +196,154 @@ class ReplicaStats(StatsPart):
         return self.batcher if isinstance(self.batcher, ContinuousStats) else None
 
 
+class Total(StatsPart):
+    """Replicas together. Counts and rates are sums, percentiles are the percentiles of the slowest replica.
+
+    A field is null where it is unknown, or where the model has no such thing.
+    """
+
+    running: int | None = Field(default=None, description="Running requests; for a function, records.")
+    max_running: int | None = Field(default=None, description="Most requests that may run at once.")
+    background_running: int | None = Field(default=None, description="Running requests of tier `flex`.")
+    waiting: int | None = Field(default=None, description="Waiting requests.")
+    waiting_by_tier: dict[str, int] = Field(
+        default_factory=dict, description="Waiting requests by service tier, without empty tiers."
+    )
+    kv_tokens: int | None = Field(
+        default=None, description="Tokens of KV cache that are reserved for running requests and answers."
+    )
+    kv_capacity: int | None = Field(default=None, description="Tokens of KV cache.")
+    kv_used: float | None = Field(default=None, description="The share of both, 0 to 1.")
+    busy: float | None = Field(
+        default=None, description="Share of the time in which a request ran, 0 to 1; mean of the replicas."
+    )
+    requests_per_s: float | None = Field(default=None, description="Completed requests per second.")
+    prompt_tokens_per_s: float | None = Field(default=None, description="Tokens of prompts per second.")
+    output_tokens_per_s: float | None = Field(default=None, description="Tokens of answers per second.")
+    tpot_s: float | None = Field(
+        default=None, description="Seconds between two tokens of a running request, by both rates."
+    )
+    ttft_p50_s: float | None = Field(
+        default=None,
+        description="Seconds from a request's arrival in a replica to its first token, of its last 512 "
+        "streams: median.",
+    )
+    ttft_p99_s: float | None = Field(default=None, description="The same: 99th percentile.")
+    wait_p50_s: float | None = Field(
+        default=None, description="Seconds in the queue, of the last 512 requests: median."
+    )
+    wait_p99_s: float | None = Field(default=None, description="The same: 99th percentile.")
+    run_p50_s: float | None = Field(
+        default=None, description="Seconds from start to end, of the last 512 requests: median."
+    )
+    run_p99_s: float | None = Field(default=None, description="The same: 99th percentile.")
+    batch_size: float | None = Field(default=None, description="Records of a function's batch: mean.")
+    padding: float | None = Field(
+        default=None, description="Share of the cost of a function's batches that is padding."
+    )
+    goals: GoalsInForce | None = Field(default=None, description="Latency goals in force.")
+    bound_s: float | None = Field(
+        default=None, description="Most seconds that a step may take now: the least of the replicas."
+    )
+    preempted: int | None = Field(
+        default=None, description="Sequences that were preempted and computed again, since the start."
+    )
+    completed: int | None = Field(default=None, description="Completed requests since the start.")
+    failed: int | None = Field(default=None, description="Failed requests.")
+    cancelled: int | None = Field(default=None, description="Cancelled requests.")
+    expired: int | None = Field(default=None, description="Requests whose time in the queue was over.")
+    rejected: int | None = Field(default=None, description="Rejected requests.")
+    tenants: dict[str, Use] = Field(default_factory=dict, description="Use since the start, by tenant.")
+
+
+def total_of(replicas: Sequence[ReplicaStats]) -> Total:
+    """Return the figures of replicas together."""
+    batchers = [one.batcher for one in replicas if one.batcher is not None]
+    windows = [one for one in batchers if isinstance(one, ContinuousStats)]
+    batches = [one for one in batchers if isinstance(one, BatchStats)]
+    rates = [one.rates for one in replicas if one.rates is not None]
+    engines = [one.usage.engine for one in replicas if one.usage and one.usage.engine]
+    running = _sum(one.running for one in batchers)
+    used, capacity = _sum(one.running_cost for one in windows), _sum(one.capacity for one in windows)
+    output = _sum(one.output_tokens_per_s for one in rates)
+    # If a replica has no bound, the sum of the bounds is meaningless.
+    is_bounded = all(one.max_running is not None for one in windows)
+    many = sum(one.total_batches for one in batches)
+    bounds = [one.scheduler.bound_s for one in replicas if one.scheduler and one.scheduler.bound_s]
+    tiers: dict[str, int] = {}
+    for one in batchers:
+        for priority, (records, _) in one.queue_classes.items():
+            # A priority of another version may have no name here.
+            with suppress(LookupError, ValueError):
+                if records:
+                    tiers[tier(priority)] = tiers.get(tier(priority), 0) + records
+    return Total(
+        running=running,
+        max_running=_sum(one.max_running for one in windows) if is_bounded else None,
+        background_running=_sum(one.background_running for one in windows),
+        waiting=_sum(one.queue_depth for one in batchers),
+        waiting_by_tier=tiers,
+        kv_tokens=used,
+        kv_capacity=capacity,
+        kv_used=used / capacity if capacity else None,
+        busy=sum(one.busy for one in rates) / len(rates) if rates else None,
+        requests_per_s=_sum(one.requests_per_s for one in rates),
+        prompt_tokens_per_s=_sum(one.prompt_tokens_per_s for one in rates),
+        output_tokens_per_s=output,
+        tpot_s=running / output if running and output else None,
+        ttft_p50_s=_largest(one.ttft_p50_s for one in windows),
+        ttft_p99_s=_largest(one.ttft_p99_s for one in windows),
+        wait_p50_s=_largest(one.wait_p50_s for one in batchers),
+        wait_p99_s=_largest(one.wait_p99_s for one in batchers),
+        run_p50_s=_largest(one.run_p50_s for one in batchers),
+        run_p99_s=_largest(one.run_p99_s for one in batchers),
+        batch_size=sum(one.avg_batch_size * one.total_batches for one in batches) / many if many else None,
+        padding=_largest(one.padding_ratio for one in batches),
+        goals=next((one.goals for one in replicas if one.goals), None),
+        bound_s=min(bounds, default=None),
+        preempted=_sum(one.preempted for one in engines),
+        completed=_sum(one.total_completed for one in batchers),
+        failed=_sum(one.total_failed for one in batchers),
+        cancelled=_sum(one.total_cancelled for one in batchers),
+        expired=_sum(one.total_expired for one in batchers),
+        rejected=_sum(one.total_rejected for one in batchers),
+        tenants=uses_of((one.usage.tenants or {}) for one in replicas if one.usage),
+    )
+
+
+def uses_of(parts: Iterable[Mapping[str, Use | None]]) -> dict[str, Use]:
+    """Return the sums of the use of tenants."""
+    sums: dict[str, Use] = {}
+    for part in parts:
+        for name, use in part.items():
+            if use is not None:
+                sums[name] = sums[name].plus(use) if name in sums else use
+    return sums
+
+
+def _sum(values: Iterable[Any]) -> Any:
+    """Return the sum of the known values; None: none is known."""
+    known = [one for one in values if one is not None]
+    return sum(known) if known else None
+
+
+def _largest(values: Iterable[float | None]) -> float | None:
+    return max((one for one in values if one is not None), default=None)
+
+
 class ModelStats(StatsPart):
     """All replicas of a model."""
 
+    state: Maybe[str] = Field(
+        default=None,
+        description="`ready`, `starting`, `asleep` (scaled to zero, or until its turn), `failed` or `error`.",
+    )
+    detail: Maybe[str] = Field(default=None, description="The reason for another state than `ready`.")
+    simulated: Maybe[str] = Field(default=None, description="Profile of its simulated device.")
+    ready_replicas: Maybe[int] = Field(
+        default=None, description="Replicas that can serve, as Ray Serve counts them."
+    )
+    total: Maybe[Total] = Field(default=None, description="Its replicas together.")
     replicas: list[ReplicaStats] = Field(description="The replicas that answered.")
     error: Maybe[str] = Field(default=None, description="Why the replicas could not be asked, if so.")
 
@@ -224,6 +399,9 @@ class ServiceStats(StatsPart):
     """The answer to `GET /stats`."""
 
     models: dict[str, ModelStats] = Field(description="By id of the model.")
+    tenants: Maybe[dict[str, Use]] = Field(
+        default=None, description="Use of all models since their replicas started, by tenant."
+    )
     batches: Maybe[BatchesStats] = Field(default=None, description="Files and batches, where they are on.")
     quotas: Maybe[QuotasStats] = Field(default=None, description="Quotas, where they are on.")
 

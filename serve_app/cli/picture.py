@@ -1,15 +1,15 @@
-"""Display of a service's figures on a terminal."""
+"""Display of a service's statistics on a terminal."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from datetime import datetime
+from typing import NamedTuple
 
 from rich.console import Console, Group, RenderableType
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from serve_app.cli.figures import Figures, ModelFigures, ReplicaFigures, TenantFigures, View
+from serve_app.stats import BatchesStats, ModelStats, ReplicaStats, ServiceStats, Total, Use, total_of
+from serve_app.system.tables import Cell, table
 
 MOST_REPLICAS, MOST_TENANTS, MOST_ADAPTERS = 16, 10, 8
 """Most displayed replicas, tenants and adapters; the JSON has all."""
@@ -20,8 +20,7 @@ STYLES = {"ready": "green", "awake": "green", "error": "bold red", "failed": "bo
 """Colours of states; all other states are yellow."""
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
+class Column(NamedTuple):
     """A column of the models' table.
 
     Attributes:
@@ -31,7 +30,7 @@ class Column:
     """
 
     head: str
-    cell: Callable[[Figures], str]
+    cell: Callable[[Total], str]
     rank: int
 
 
@@ -52,129 +51,126 @@ COLUMNS = (
 )
 
 
-def picture(view: View, console: Console, note: str = "") -> RenderableType:
-    """Return the display of the figures.
+ALWAYS = 3
+"""A column with a rank below this one is displayed even if no model has a figure for it."""
+
+
+def picture(
+    url: str, time: datetime, stats: ServiceStats, console: Console, note: str = ""
+) -> RenderableType:
+    """Return the display of the statistics.
 
     Args:
-        view: The figures.
+        url: Address of the service.
+        time: Time of the statistics.
+        stats: The statistics.
         console: The terminal, whose width limits the columns.
         note: A message about the current state; may be empty.
     """
-    parts: list[RenderableType] = [_head(view)]
+    head = f"  {plain(url)}  {time.astimezone():%H:%M:%S}"
+    parts: list[RenderableType] = [Text.assemble(("saturate", "bold"), head, no_wrap=True)]
     if note:
         parts.append(Text(plain(note), style="bold red"))
-    parts += [Text(), _models(view.models, console)]
-    parts += [_adapters(model) for model in view.models if model.adapters]
+    parts += [Text(), _models(stats.models, console.width)]
+    parts += [line for id, model in stats.models.items() if (line := _adapters(id, model))]
     parts += [
-        Text.assemble((f"{plain(model.id)}: ", "bold"), plain(text))
-        for model in view.models
+        Text.assemble((f"{plain(id)}: ", "bold"), plain(text))
+        for id, model in stats.models.items()
         for text in (model.detail, model.simulated and f"on a simulated device, {model.simulated}")
         if text
     ]
-    if view.tenants:
-        parts += [Text(), _tenants(view.tenants, console)]
-    if view.batches is not None:
-        parts += [Text(), _batches(view)]
+    if stats.tenants:
+        parts += [Text(), _tenants(stats.tenants, console.width)]
+    if stats.batches is not None:
+        parts += [Text(), _batches(stats.batches)]
     return Group(*parts)
 
 
-def _head(view: View) -> Text:
-    moment = datetime.fromisoformat(view.time).astimezone()
-    period = "" if view.interval_s is None else f"  rates over {view.interval_s:.3g} s"
-    return Text.assemble(
-        ("saturate", "bold"), f"  {plain(view.url)}  {moment:%H:%M:%S}", (period, "dim"), no_wrap=True
-    )
-
-
-def _models(models: Sequence[ModelFigures], console: Console) -> Table:
+def _models(models: Mapping[str, ModelStats], width: int) -> Table:
     """Return the table of the models, with as many columns as fit."""
+    totals = {id: model.total or total_of(model.replicas) for id, model in models.items()}
     columns = [
         column
         for column in COLUMNS
-        if any(column.cell(model.figures) != NOTHING for model in models) or column.rank < 3
+        if column.rank < ALWAYS or any(column.cell(one) != NOTHING for one in totals.values())
     ]
-    while True:
-        table = _models_table(models, columns)
-        widest = max(columns, key=lambda column: column.rank)
-        if widest.rank == 0 or _fits(table, console):
-            return table
-        columns.remove(widest)
-
-
-def _models_table(models: Sequence[ModelFigures], columns: Sequence[Column]) -> Table:
-    table = _table("model", "state")
-    for column in columns:
-        table.add_column(column.head, justify="right", no_wrap=True)
-    for model in models:
-        cells = (column.cell(model.figures) for column in columns)
-        table.add_row(Text(plain(model.id), style="bold"), _model_state(model), *cells)
-        shown = model.replicas if _is_detailed(model) else ()
-        for replica in shown[:MOST_REPLICAS]:
-            cells = (column.cell(replica.figures) for column in columns)
-            table.add_row(Text(f"  {plain(replica.replica)}", style="dim"), _replica_state(replica), *cells)
+    rows: list[list[Cell]] = []
+    for id, model in models.items():
+        cells = [column.cell(totals[id]) for column in columns]
+        rows.append([Text(plain(id), style="bold"), _model_state(model), *cells])
+        shown = model.replicas if _is_detailed(model) else []
+        for place, replica in enumerate(shown[:MOST_REPLICAS]):
+            name = Text(f"  {plain(replica.replica or str(place))}", style="dim")
+            rows.append(
+                [name, _replica_state(replica), *(column.cell(total_of([replica])) for column in columns)]
+            )
         if more := shown[MOST_REPLICAS:]:
-            table.add_row(Text(f"  {len(more)} more", style="dim"))
-    return table
+            rows.append([Text(f"  {len(more)} more", style="dim"), *([""] * (len(columns) + 1))])
+    heads = ["model", "state", *(column.head for column in columns)]
+    ranks = {place: column.rank for place, column in enumerate(columns, 2) if column.rank}
+    return table(heads, rows, left={0, 1}, ranks=ranks, width=width)
 
 
-def _is_detailed(model: ModelFigures) -> bool:
+def _is_detailed(model: ModelStats) -> bool:
     """Return whether to show a line per replica, which adds nothing for a single ordinary replica."""
-    return len(model.replicas) > 1 or any(not one.statistics or one.turn for one in model.replicas)
+    return len(model.replicas) > 1 or any(one.batcher is None or one.turn for one in model.replicas)
 
 
-def _model_state(model: ModelFigures) -> Text:
-    there = len(model.replicas)
+def _model_state(model: ModelStats) -> Text:
+    there, state = len(model.replicas), model.state or "unknown"
     replicas = "" if not there and not model.ready_replicas else f" {there}"
     if model.ready_replicas is not None and model.ready_replicas != there:
         replicas = f" {there}/{model.ready_replicas}"
-    return Text(plain(model.state) + replicas, style=STYLES.get(model.state, "yellow"))
+    return Text(plain(state) + replicas, style=STYLES.get(state, "yellow"))
 
 
-def _replica_state(replica: ReplicaFigures) -> Text:
-    if not replica.statistics:
+def _replica_state(replica: ReplicaStats) -> Text:
+    if replica.batcher is None:
         return Text("no statistics", style="yellow")
     state = "" if replica.turn is None else plain(replica.turn.state)
     return Text(state, style=STYLES.get(state, "yellow"))
 
 
-def _adapters(model: ModelFigures) -> Text:
-    shown = [f"{plain(one.id)} {one.resident}/{one.replicas}" for one in model.adapters[:MOST_ADAPTERS]]
-    if more := model.adapters[MOST_ADAPTERS:]:
-        shown.append(f"{len(more)} more")
+def _adapters(id: str, model: ModelStats) -> Text | None:
+    """Return a line about the adapters of a model; None without adapters."""
+    found: dict[str, list[bool]] = {}
+    for one in (each for replica in model.replicas for each in replica.adapters or ()):
+        if one is not None:
+            found.setdefault(one.id, []).append(one.resident)
+    if not found:
+        return None
+    shown = [f"{plain(name)} {sum(loaded)}/{len(loaded)}" for name, loaded in found.items()][:MOST_ADAPTERS]
+    if len(found) > MOST_ADAPTERS:
+        shown.append(f"{len(found) - MOST_ADAPTERS} more")
     return Text.assemble(
-        (f"{plain(model.id)} adapters", "bold"), (" (loaded in replicas) ", "dim"), ", ".join(shown)
+        (f"{plain(id)} adapters", "bold"), (" (loaded in replicas) ", "dim"), ", ".join(shown)
     )
 
 
-def _tenants(tenants: Sequence[TenantFigures], console: Console) -> Table:
-    heads = {"tok/s": 0, "calls": 1, "tokens in": 2, "cached": 4, "tokens out": 3}
-    if any(one.cost for one in tenants):
-        heads["cost"] = 5
-    while True:
-        table = _table("tenant")
-        for head in heads:
-            table.add_column(head, justify="right", no_wrap=True)
-        for one in tenants[:MOST_TENANTS]:
-            cells = {
-                "tok/s": rate(one.tokens_per_s),
-                "calls": count(one.calls),
-                "tokens in": count(one.prompt_tokens),
-                "cached": count(one.cached_tokens),
-                "tokens out": count(one.output_tokens),
-                "cost": count(one.cost),
-            }
-            table.add_row(Text(plain(one.tenant)), *(cells[head] for head in heads))
-        if more := tenants[MOST_TENANTS:]:
-            table.add_row(Text(f"{len(more)} more", style="dim"))
-        if len(heads) == 1 or _fits(table, console):
-            return table
-        del heads[max(heads, key=heads.__getitem__)]
+def _tenants(tenants: Mapping[str, Use], width: int) -> Table:
+    def size(item: tuple[str, Use]) -> tuple[float, int]:
+        use = item[1]
+        return use.tokens_per_s or 0.0, use.prompt + use.output + use.cost
+
+    largest = sorted(tenants.items(), key=size, reverse=True)
+    has_cost = any(use.cost for use in tenants.values())
+    rows: list[list[Cell]] = [
+        [
+            plain(name),
+            rate(use.tokens_per_s),
+            *map(count, (use.calls, use.prompt, use.cached, use.output)),
+            count(use.cost) if has_cost else "",
+        ]
+        for name, use in largest[:MOST_TENANTS]
+    ]
+    if more := largest[MOST_TENANTS:]:
+        rows.append([Text(f"{len(more)} more", style="dim"), *([""] * 6)])
+    heads = ["tenant", "tok/s", "calls", "tokens in", "cached", "tokens out", "cost"]
+    return table(heads, rows, left={0}, ranks={2: 1, 3: 2, 5: 3, 4: 4, 6: 5}, width=width)
 
 
-def _batches(view: View) -> Text:
+def _batches(batches: BatchesStats) -> Text:
     """Return a line about the files and batches of the service."""
-    batches = view.batches
-    assert batches is not None
     if batches.error:
         return Text.assemble(("batches: ", "bold"), plain(batches.error))
     parts = [f"{open} {state}" for state, open in batches.batches.items() if open]
@@ -187,19 +183,6 @@ def _batches(view: View) -> Text:
         if batches.late:
             parts.append(f"{count(batches.late)} will be late")
     return Text.assemble(("batches: ", "bold"), plain(" · ".join(parts) or "none is open"))
-
-
-def _table(*heads: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for head in heads:
-        table.add_column(head, no_wrap=True, overflow="ellipsis")
-    return table
-
-
-def _fits(table: Table, console: Console) -> bool:
-    # Without a larger width, the measured maximum would never exceed the console's width.
-    options = console.options.update(max_width=10_000)
-    return Measurement.get(console, options, table).maximum <= console.width
 
 
 def plain(text: str) -> str:
@@ -247,8 +230,7 @@ def _tiers(tiers: dict[str, int]) -> str:
     return ", ".join(f"{count(waiting)} {name}" for name, waiting in tiers.items()) or NOTHING
 
 
-def _goal(figures: Figures) -> str:
-    late = figures.ttft_p99_s
-    if figures.ttft_goal_s is None:
-        return seconds(late)
-    return f"{seconds(late)} of {seconds(figures.ttft_goal_s)}"
+def _goal(total: Total) -> str:
+    goal = total.goals.ttft_p99_s if total.goals else None
+    late = seconds(total.ttft_p99_s)
+    return late if goal is None else f"{late} of {seconds(goal)}"

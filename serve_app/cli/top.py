@@ -7,13 +7,13 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import click
 
 from serve_app.cli.api_key import read_api_key
 from serve_app.cli.errors import service_errors
-from serve_app.cli.figures import Poll, View, poll, view
 from serve_app.cli.option_values import parsed
 from serve_app.client import Client, ServiceError, base_url
 from serve_app.dataset.options import DEFAULT_URL
@@ -41,16 +41,15 @@ WIDE = 160
     default=2.0,
     show_default=True,
     metavar="S",
-    help="Seconds between two polls, over which rates are computed. A longer interval smooths the rates. "
-    "Each poll asks every replica: use 5 or more for hundreds of replicas.",
+    help="Seconds between two polls. Each poll asks every replica: use 5 or more for hundreds of replicas.",
 )
-@click.option("--once", is_flag=True, help="Print the figures once, after one interval, and exit.")
-@click.option("--json", "as_json", is_flag=True, help="The same as one JSON object, for programs.")
+@click.option("--once", is_flag=True, help="Print the figures once, and exit.")
+@click.option("--json", "as_json", is_flag=True, help="Print GET /stats once, with its URL and time.")
 def top(url: str, api_key_env: str | None, interval: float, once: bool, as_json: bool) -> int:
     """Show live figures of the service at URL, by default http://127.0.0.1:8000.
 
-    The figures come from GET /stats and GET /health. Ctrl-C ends the command. If the output is not a
-    terminal, the command prints the figures once and exits, as with --once.
+    The figures come from GET /stats; rates are rates over the last two to three seconds. Ctrl-C ends the
+    command. If the output is not a terminal, the command prints the figures once and exits, as with --once.
 
     \b
     running    running requests, and the most that may run at once
@@ -70,26 +69,20 @@ def top(url: str, api_key_env: str | None, interval: float, once: bool, as_json:
     Examples:
       saturate top
       saturate top https://llm.example.com --api-key-env LLM_KEY --interval 5
-      saturate top --once --json | jq '.models[] | {id, running: .figures.running}'
+      saturate top --once --json | jq '.models | map_values(.total.running)'
     """
     with service_errors(), Client(url, read_api_key(api_key_env)) as client:
         if as_json:
-            print(json.dumps(_once(client, interval).body(), indent=1, ensure_ascii=False))
+            about = {"url": client.url, "time": datetime.now(UTC).isoformat(timespec="seconds")}
+            print(json.dumps(about | client.stats().body(), indent=1, ensure_ascii=False))
         elif once or not sys.stdout.isatty() or os.environ.get("TERM") in DUMB:
-            _print(_once(client, interval))
+            _print(client)
         else:
             _watch(client, interval)
     return 0
 
 
-def _once(client: Client, interval_s: float) -> View:
-    """Return the figures of one interval."""
-    before = poll(client, time.monotonic)
-    time.sleep(interval_s)
-    return view(client.url, poll(client, time.monotonic), before)
-
-
-def _print(shown: View) -> None:
+def _print(client: Client) -> None:
     from rich.console import Console
 
     from serve_app.cli.picture import picture
@@ -97,7 +90,7 @@ def _print(shown: View) -> None:
     columns = os.environ.get("COLUMNS", "")
     given = int(columns) if columns.isdigit() else WIDE
     console = Console(width=None if sys.stdout.isatty() else given)
-    console.print(picture(shown, console))
+    console.print(picture(client.url, datetime.now(UTC), client.stats(), console))
 
 
 def _watch(client: Client, interval_s: float) -> None:
@@ -134,21 +127,14 @@ def watch(
 
     console = console or Console()
     with suppress(KeyboardInterrupt):
-        first = poll(client, clock)
-        last: Poll | None = first
-        shown, note, lost_at = view(client.url, first, None), "", 0.0
+        stats, time_of, note, lost_at = client.stats(), datetime.now(UTC), "", 0.0
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
-                live.update(picture(shown, console, note), refresh=True)
+                live.update(picture(client.url, time_of, stats, console, note), refresh=True)
                 sleep(interval_s)
                 try:
-                    now = poll(client, clock)
+                    stats, time_of = client.stats(), datetime.now(UTC)
+                    note = ""
                 except ServiceError as error:
-                    if last is not None:
-                        lost_at = clock()
-                    # Rates over the time without the service would be wrong.
-                    last = None
+                    lost_at = lost_at if note else clock()
                     note = f"unreachable for {clock() - lost_at:.0f} s, the figures are old: {error.message}"
-                    continue
-                shown, note = view(client.url, now, last), ""
-                last = now

@@ -19,6 +19,7 @@ from serve_app.settings.config_file import ConfigFileError, mapping, own_applica
 from serve_app.settings.schema import parse
 from serve_app.settings.usage import UsageSettings
 from serve_app.system.command_line import WrongInput
+from serve_app.system.tables import output_width, text_table
 
 FORMULAS = ("=", "+", "-", "@", "\t", "\r")
 """Beginnings of a text that a spreadsheet takes for a formula. Clients choose the names of tenants."""
@@ -169,17 +170,8 @@ def _table(
     rows = [[*line.values, *(_shown(name, line.total) for name in names)] for line in lines]
     total = _sum(lines, prices)
     last = ["total", *([""] * (len(by) - 1)), *(_shown(name, total) for name in names)]
-    widths = [max(len(row[place]) for row in (heads, *rows, last)) for place in range(len(heads))]
-
-    def line_of(cells: Sequence[str]) -> str:
-        padded = (
-            cell.ljust(width) if place < len(by) else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        )
-        return "  ".join(padded).rstrip()
-
-    rule = "  ".join("─" * width for width in widths)
-    return "\n".join([period, "", line_of(heads), rule, *map(line_of, rows), rule, line_of(last)]) + "\n"
+    drawn = text_table(heads, rows, left=range(len(by)), rule=True, last=last, width=output_width())
+    return "\n".join([period, "", *drawn]) + "\n"
 
 
 def _csv(

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,9 +21,7 @@ from serve_app.engine.openai import run, too_many_ids
 from serve_app.engine.replica import (
     DRAIN_S,
     Replica,
-    replica_stats,
     routing_stats,
-    usage_stats,
 )
 from serve_app.engine.turns import EngineTurns
 from serve_app.engine.watchdog import EngineWatch
@@ -208,21 +206,14 @@ class Engine(Replica):
         return response.model_dump(exclude_unset=True)
 
     async def stats(self) -> JSON:
-        """Return the batcher's statistics, the engine's limits and goals, and the usage since the start."""
-        counters = self._engine.stats
-        usage = usage_stats(self._accounts.book, self._tenants) | {
-            # For a comparison: the ledger counts by call, vLLM by step.
-            "engine": {"prompt": counters.prompt, "output": counters.output}
-        }
+        """Return the batcher's statistics, rates, the engine's limits and goals, and the usage so far."""
         turn = {} if self._turns is None else {"turn": self._turns.stats()}
-        return replica_stats(
-            self._engine.batcher.stats,
+        return self._entry(
             max_model_len=self._engine.max_model_len,
             max_num_batched_tokens=self._engine.max_num_batched_tokens,
             load_s=self._engine.load_s,
             goals=self._engine.goals,
             scheduler=self._engine.scheduler,
-            usage=usage,
             adapters=self._engine.adapters.report(),
             **turn,
         )
@@ -297,6 +288,11 @@ class Engine(Replica):
     @property
     def _died(self) -> bool:
         return self._engine.died
+
+    @property
+    def _counted(self) -> Mapping[str, int]:
+        counts = self._engine.stats
+        return {"prompt": counts.prompt, "output": counts.output, "preempted": counts.preemptions}
 
     @property
     def _context(self) -> int | None:

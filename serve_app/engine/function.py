@@ -19,7 +19,7 @@ from serve_app.api.routes import EMBEDDINGS, PROCESS
 from serve_app.engine.answer import Answer
 from serve_app.engine.batch_call import BatchCall, run_records
 from serve_app.engine.job import Job
-from serve_app.engine.replica import DRAIN_S, Replica, replica_stats, usage_stats
+from serve_app.engine.replica import DRAIN_S, Replica
 from serve_app.quotas.client import Handle
 from serve_app.settings.models import FunctionSettings
 from serve_app.settings.schema import SettingsError
@@ -93,8 +93,8 @@ class FunctionEngine(Replica):
             return await self._process(request, job)
 
     async def stats(self) -> JSON:
-        """Return the batcher's statistics, and the usage since the start."""
-        return replica_stats(self._batcher.stats, usage=usage_stats(self._accounts.book, self._tenants))
+        """Return the batcher's statistics, the rates, and the usage since the start."""
+        return self._entry()
 
     async def check_health(self) -> None:
         """Raise if the batcher has stopped or the object says that it can't go on."""

@@ -1,7 +1,9 @@
 """The base of all replicas of models: the way of a call, and the entry in `/stats`."""
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from functools import partial, reduce
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 from ray import serve
 from ray.serve.exceptions import RayServeException
 
-from batcher import BatchStats, ContinuousBatcher, ContinuousStats, DynamicBatcher
+from batcher import ContinuousBatcher, DynamicBatcher
 from serve_app.api.errors import FAULT, RequestError, internal_error
 from serve_app.api.headers import request_id
 from serve_app.api.protocol import JSON
@@ -34,6 +36,37 @@ logger = logging.getLogger("ray.serve")
 
 DRAIN_S = 30.0
 """Seconds that a replica which stops gives to the requests that it has admitted."""
+
+
+SAMPLES = 3
+"""Samples of the counters, one a second: rates are taken over the last two to three seconds."""
+
+
+class Growth:
+    """Growth of counters per second, since the oldest of the last samples.
+
+    Args:
+        count: Returns the counters by name.
+        clock: Monotonic clock, in seconds.
+    """
+
+    def __init__(
+        self, count: Callable[[], Mapping[str, float]], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._count = count
+        self._clock = clock
+        self._samples = deque([(clock(), count())], maxlen=SAMPLES)
+
+    def sample(self) -> None:
+        """Keep the counters as they are now; called once a second."""
+        self._samples.append((self._clock(), self._count()))
+
+    def per_s(self) -> tuple[float, dict[str, float]]:
+        """Return the seconds since the oldest sample, and the growth per second by counter, at least 0."""
+        then, before = self._samples[0]
+        passed = self._clock() - then
+        grown = {name: max(0.0, value - before.get(name, 0)) for name, value in self._count().items()}
+        return passed, {name: more / passed if passed > 0 else 0.0 for name, more in grown.items()}
 
 
 class Replica:
@@ -66,7 +99,11 @@ class Replica:
     ) -> None:
         """Begin to measure."""
         self._loop_watch = LoopWatch().start()
-        self._telemetry = EngineTelemetry(telemetry, self._id, batcher, self._metrics)
+        self._observed = batcher
+        self._growth = Growth(self._counters)
+        self._telemetry = EngineTelemetry(
+            telemetry, self._id, batcher, self._metrics, tick=self._growth.sample
+        )
 
     async def _close(self) -> None:
         """Write what is left, as far as the replica has been built."""
@@ -112,6 +149,11 @@ class Replica:
         """Context of the model, in tokens; None: it has none."""
         return None
 
+    @property
+    def _counted(self) -> Mapping[str, int] | None:
+        """What the engine counts since its start, as `EngineTokens` has it; None: a function."""
+        return None
+
     def _metrics(self, meters: Meters) -> Callable[[], None]:
         """Return a job of the telemetry, which is called once a second."""
         usage = UsageMetrics(self._accounts.book, self._accounts.ledger, meters, self._tenants)
@@ -123,6 +165,34 @@ class Replica:
             meters.record(LOOP_HELD, self._loop_watch.take_longest(), self._id)
 
         return report
+
+    # Statistics
+
+    def _counters(self) -> dict[str, float]:
+        """Return the counters that have rates in `/stats`."""
+        stats = self._observed.stats
+        tenants = self._accounts.book.by_tenant()
+        return {
+            "requests": stats.total_completed,
+            "busy": stats.busy_time_s,
+            **(self._counted or {}),
+            **{f"tenant {name}": sums.prompt + sums.output for name, sums in tenants.items()},
+        }
+
+    def _entry(self, **more: Any) -> JSON:
+        """Return the entry of `/stats`.
+
+        Args:
+            more: Other fields of `ReplicaStats`.
+        """
+        over_s, growth = self._growth.per_s()
+        rates = {"over_s": over_s, "requests_per_s": growth["requests"], "busy": min(1.0, growth["busy"])}
+        usage = usage_stats(self._accounts.book, self._tenants, growth)
+        if counted := self._counted:
+            rates |= {f"{name}_tokens_per_s": growth[name] for name in ("prompt", "output")}
+            # For a comparison: the ledger counts by call, vLLM by step.
+            usage["engine"] = dict(counted)
+        return replica_body(replica_tag(), self._observed.stats, rates=rates, usage=usage, **more)
 
     # The way of a call
 
@@ -211,22 +281,26 @@ def replica_tag() -> str:
         return ""
 
 
-def usage_stats(book: CallBook, tenants: int) -> JSON:
+def usage_stats(book: CallBook, tenants: int, growth: Mapping[str, float]) -> JSON:
     """Return the usage in a replica's entry of `/stats`: sums since its start.
 
     Args:
         book: Its calls.
         tenants: Most tenants with sums of their own; those with less share `other`.
+        growth: Tokens per second, by `tenant NAME`.
     """
     sums = book.by_tenant()
     # Work that nobody has asked for, such as the warm-up, has no tenant.
     own = sums.pop("", Sums())
+    rates = {name: growth.get(f"tenant {name}", 0.0) for name in sums}
     largest = sorted(sums, key=lambda name: -_size(sums[name]))
     shown = {name: sums[name] for name in largest[:tenants] if name != OTHER}
-    if rest := [sums[name] for name in sums if name not in shown]:
-        shown[OTHER] = reduce(Sums.plus, rest)
+    rest = [name for name in sums if name not in shown]
+    if rest:
+        shown[OTHER] = reduce(Sums.plus, map(sums.__getitem__, rest))
+        rates[OTHER] = sum(map(rates.__getitem__, rest))
     return {
-        "tenants": {name: each._asdict() for name, each in shown.items()},
+        "tenants": {name: each._asdict() | {"tokens_per_s": rates[name]} for name, each in shown.items()},
         "own": own._asdict(),
     }
 
@@ -249,13 +323,3 @@ def routing_stats(tokens: int, adapters: Sequence[str] = (), *, asleep: bool = F
     step = 1 << max(0, tokens.bit_length() - 3)
     report: dict[str, Any] = {"tokens": (tokens + step // 2) // step * step}
     return report | ({"adapters": sorted(adapters)} if adapters else {}) | ({"asleep": 1} if asleep else {})
-
-
-def replica_stats(stats: ContinuousStats | BatchStats, **more: Any) -> JSON:
-    """Return a replica's entry in `/stats`.
-
-    Args:
-        stats: Its batcher's statistics.
-        more: Other fields of `ReplicaStats`.
-    """
-    return replica_body(serve.get_replica_context().replica_tag, stats, **more)

@@ -20,7 +20,7 @@ from serve_app.auth.key_store import Caller
 from serve_app.ingress.context import context_of
 from serve_app.ingress.pages import to_live_view, wants_page
 from serve_app.quotas.counters import key_subject, tenant_subject
-from serve_app.stats import ReplicaStats
+from serve_app.stats import ModelHealth, ReplicaStats, total_of, uses_of
 from serve_app.system import cancellation
 
 logger = logging.getLogger("ray.serve")
@@ -321,6 +321,49 @@ def _only(items: JSON, names: set[str]) -> JSON:
     return {name: item for name, item in items.items() if name in names}
 
 
+def with_totals(stats: JSON, health: JSON) -> JSON:
+    """Return the statistics with the state and the sums of each model, and the use of all tenants.
+
+    Args:
+        stats: The body of `/stats`, with the replicas alone. A caller's part: the sums have no more.
+        health: `models` of `/health`; empty: unknown.
+    """
+    uses = []
+    for name, report in stats["models"].items():
+        replicas = [ReplicaStats.model_validate(one) for one in report["replicas"]]
+        known = ModelHealth.model_validate(health.get(name, {}))
+        error = report.get("error") or ""
+        state = _state(known, replicas, error)
+        causes = [one.turn.cause for one in replicas if one.turn and one.turn.cause]
+        awaits = {"starting": known.awaits, "failed": next(iter(causes), None)}
+        total = total_of(replicas)
+        uses.append(total.tenants)
+        stats["models"][name] = {
+            "state": state,
+            "detail": error or awaits.get(state) or "",
+            "simulated": known.simulated,
+            "ready_replicas": known.replicas,
+            "total": total.body(),
+            **report,
+        }
+    return stats | {"tenants": {name: use.body() for name, use in uses_of(uses).items()}}
+
+
+def _state(health: ModelHealth, replicas: Sequence[ReplicaStats], error: str) -> str:
+    """Return the state of a model, by Ray Serve's controller and the turns of its replicas."""
+    if error and not replicas:
+        return "error"
+    if not replicas:
+        # A model without replicas and without a known health is scaled to zero.
+        return (health.state or "asleep") if health.state != "ready" else "starting"
+    turns = {one.turn.state for one in replicas if one.turn}
+    if any(one.turn is None for one in replicas) or turns & {"awake", "draining"}:
+        return "ready"
+    if turns & {"starting", "loading", "waking"}:
+        return "starting"
+    return "asleep" if "asleep" in turns else "failed"
+
+
 class Status:
     """The routes that tell what the service does.
 
@@ -366,11 +409,20 @@ class Status:
         if wants_page(request.scope):
             return await to_live_view(request)
         names = [model for model in self._engines if _may_use(request, model)]
-        reports = await asyncio.gather(*map(self._entries, names))
+        health, *reports = await asyncio.gather(self._known(), *map(self._entries, names))
         body: JSON = {"models": dict(zip(names, reports, strict=True))}
         for name, stats in self._others.items():
             body[name] = await stats()
-        return JSONResponse(own_part(body, context_of(request.scope).caller))
+        return JSONResponse(with_totals(own_part(body, context_of(request.scope).caller), health))
+
+    async def _known(self) -> JSON:
+        """Return the health of the models; empty if Ray Serve's controller doesn't answer."""
+        try:
+            models: JSON = (await self._health.read()).body()["models"]
+            return models
+        except Exception:
+            # The entries of the models have the reason.
+            return {}
 
     async def _entries(self, model: str) -> JSON:
         """Return what `ModelStats` reads, as the replicas have written it."""

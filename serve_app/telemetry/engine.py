@@ -20,6 +20,7 @@ class EngineTelemetry:
         model: The model's id.
         batcher: The model's batcher.
         more: Factories of further jobs, which are called once a second; each gets the instruments.
+        tick: Called once a second, whatever is exported.
     """
 
     def __init__(
@@ -28,9 +29,10 @@ class EngineTelemetry:
         model: str,
         batcher: ContinuousBatcher | DynamicBatcher[Any, Any],
         *more: Callable[[Meters], Callable[[], None]],
+        tick: Callable[[], None] | None = None,
     ) -> None:
         self._faults = None
-        jobs: list[Callable[[], None]] = []
+        jobs = [] if tick is None else [tick]
         if settings.metrics:
             meters = Meters(metrics_of(batcher))
             self._faults = faults = FaultCount()

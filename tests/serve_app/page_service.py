@@ -24,7 +24,7 @@ from serve_app.ingress.admin import check_admin
 from serve_app.ingress.body import BodyBudget
 from serve_app.ingress.context import RequestMiddleware, context_of
 from serve_app.ingress.pages import page_routes, to_live_view, wants_page
-from serve_app.ingress.status import own_part
+from serve_app.ingress.status import own_part, with_totals
 from serve_app.jobs.batches import BatchRunner
 from serve_app.jobs.content import Content, DiskContent
 from serve_app.jobs.key_rules import KeyRules
@@ -221,7 +221,6 @@ class PageService:
             *page_routes(),
             Route("/v1/models", self._models),
             Route("/stats", self._stats),
-            Route("/health", self._health),
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/v1/embeddings", self._embed, methods=["POST"]),
             Route("/v1/rerank", self._rerank, methods=["POST"]),
@@ -304,15 +303,12 @@ class PageService:
     async def _process(self, request: Request) -> Response:
         return JSONResponse({"results": (await request.json())["records"], "task_id": None})
 
-    async def _health(self, request: Request) -> Response:
-        states = {"asleep": {"state": "asleep"}, "new": {"state": "starting", "awaits": "an Engine replica"}}
-        return JSONResponse({"status": "partial", "models": states})
-
     async def _stats(self, request: Request) -> Response:
         if wants_page(request.scope):
             return await to_live_view(request)
         self._step += 1
-        return JSONResponse(own_part(self.report(), context_of(request.scope).caller))
+        health = {"asleep": {"state": "asleep"}, "new": {"state": "starting", "awaits": "an Engine replica"}}
+        return JSONResponse(with_totals(own_part(self.report(), context_of(request.scope).caller), health))
 
     async def _keys(self, request: Request) -> Response:
         check_admin(request)
@@ -350,8 +346,14 @@ class PageService:
         names = ["research", f"{HOSTILE}s", *(f"tenant-{number}" for number in range(self.tenants - 2))]
         tenants = {name: sums | {"prompt": 3_000 - place} for place, name in enumerate(names)}
         goals = {"ttft_p99_s": 0.5, "tpot_p99_s": 0.05}
+        rates = {"over_s": 2.5, "requests_per_s": 40.0, "output_tokens_per_s": 2_000.0, "busy": 0.9}
         replicas = [
-            {"replica": f"r{number:03}", "batcher": asdict(calm if number else busy), "goals": goals}
+            {
+                "replica": f"r{number:03}",
+                "batcher": asdict(calm if number else busy),
+                "goals": goals,
+                "rates": rates,
+            }
             for number in range(self.replicas)
         ]
         turn = {"replica": "t1", "turn": {"state": "asleep"}, "batcher": asdict(LLM)}

@@ -226,6 +226,11 @@ class EngineStats(StatLoggerBase):  # type: ignore[misc]
         """Tokens that were sampled since the start."""
         return self._counts[catalogue.VLLM_OUTPUT_TOKENS]
 
+    @property
+    def preemptions(self) -> int:
+        """Sequences that were preempted and computed again since the start."""
+        return self._counts[catalogue.VLLM_PREEMPTIONS]
+
     def record(
         self,
         scheduler_stats: SchedulerStats | None,

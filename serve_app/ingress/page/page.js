@@ -608,23 +608,16 @@ for (const kind of ["dragover", "dragleave", "drop"])
 
 /* Live */
 
-const KEEP = 300, SPAN = 5, HEALTH_MS = 5000;
-const TIERS = {"-1": "priority", 0: "default", 1: "flex"};
+const KEEP = 300;
 const COUNTS = ["completed", "failed", "cancelled", "expired", "rejected"];
 const LIMITS = ["of", "limit", "at most", "used", "left", "new in"];
 const modelViews = new Map(), limits = new Table("Quotas, the fullest first");
-let health = {}, healthAt = -Infinity, stats = null;
+let stats = null;
 byId("limits").append(limits.root);
-const sum = (items, of) => items.reduce((total, item) => total + (of(item) || 0), 0);
 const matches = (name) => String(name).toLowerCase().includes(byId("filter").value.trim().toLowerCase());
 
 async function loadLive(signal) {
   stats = await askJSON("stats", {signal});
-  // Only /health tells a model that is asleep from a model that starts.
-  if (performance.now() - healthAt > HEALTH_MS && Object.values(stats.models).some((model) => !model.replicas.length)) {
-    healthAt = performance.now();
-    health = (await fetch("health", {signal}).then((answer) => answer.json()).catch(() => ({}))).models || {};
-  }
   for (const [name, model] of Object.entries(stats.models)) {
     if (!modelViews.has(name)) modelViews.set(name, new ModelView(name));
     modelViews.get(name).add(model);
@@ -652,14 +645,6 @@ function limitRows(quotas, wanted) {
     Object.entries(states).map(([limit, state]) => ({name, limit, most: state.limit, state, share: 1 - state.remaining / state.limit})));
   return all.sort((one, other) => other.share - one.share).map(({name, limit, most, state, share}) => [name, limit.replaceAll("_", " "),
     number(most), [percent(share), share], number(state.remaining), state.ends_in_s === null ? "–" : seconds(state.ends_in_s)]);
-}
-
-/* Growth per second over the last samples; a replica that came in between does not count. */
-function growth(samples, of) {
-  const first = samples[0], last = samples.at(-1), passed = last.at - first.at;
-  const before = new Map(first.replicas.map((one) => [one.replica, of(one.batcher)]));
-  const grown = ({replica, batcher}) => before.has(replica) ? Math.max(0, of(batcher) - before.get(replica)) : 0;
-  return passed > 0 ? sum(last.replicas, grown) / passed : 0;
 }
 
 class Tile {
@@ -691,42 +676,28 @@ class Tile {
 
 class ModelView {
   constructor(name) {
-    Object.assign(this, {name, samples: [], past: [], tiles: new Map(), state: el("small"), grid: el("div", {className: "tiles"}),
+    Object.assign(this, {name, past: [], tiles: new Map(), state: el("small"), grid: el("div", {className: "tiles"}),
       replicas: new Table(`Replicas of ${name}`), tenants: new Table(`Tenants of ${name} since the replicas began`)});
     this.root = el("div", {}, el("h2", {}, name, this.state), this.grid, this.replicas.root, this.tenants.root);
     byId("models").append(this.root);
   }
 
-  /* Keep a sample: the measures of all, the replicas for rates only. */
+  /* Keep the figures of now, for the plots. */
   add(model) {
-    const replicas = model.replicas.filter((one) => one.batcher), of = (name) => sum(replicas, (one) => one.batcher[name]), tiers = {};
-    const worst = (name) => Math.max(0, ...replicas.map((one) => one.batcher[name] || 0));
     this.model = model;
-    this.samples = [...this.samples.slice(-SPAN), {at: performance.now() / 1000, replicas}];
-    for (const [tier, [records]] of replicas.flatMap(({batcher}) => Object.entries(batcher.queue_classes || {})))
-      tiers[TIERS[tier] || "other"] = (tiers[TIERS[tier] || "other"] || 0) + records;
-    const rate = (of) => growth(this.samples, (batcher) => of(batcher) || 0), capacity = of("capacity"), batches = of("total_batches");
-    const tokens = rate((batcher) => batcher.output_tokens);
-    this.past = [...this.past.slice(1 - KEEP), {
-      tiers, tokens, capacity, waiting: of("queue_depth"), running: of("running"), flex: of("background_running"), used: of("running_cost"),
-      budget: capacity ? of("running_cost") / capacity : 0, records: rate((batcher) => batcher.total_completed),
-      completed: of("total_completed"), ttft: worst("ttft_p50_s"), ttft99: worst("ttft_p99_s"), tpot: tokens ? of("running") / tokens : 0,
-      wait: worst("wait_p50_s"), wait99: worst("wait_p99_s"), run: worst("run_p50_s"), run99: worst("run_p99_s"), padding: worst("padding_ratio"),
-      size: batches ? sum(replicas, ({batcher}) => batcher.avg_batch_size * batcher.total_batches) / batches : 0}];
+    this.past = [...this.past.slice(1 - KEEP), model.total];
   }
 
   /* Update what is shown; return whether the filter lets anything of it through. */
   show() {
-    const {model, name, samples} = this, many = model.replicas.length, whole = matches(name), {state, awaits} = health[name] || {};
+    const {model, name} = this, many = model.replicas.length, whole = matches(name);
     const turns = new Set(model.replicas.map((one) => one.turn?.state).filter(Boolean));
-    const away = joined(!state || state === "ready" ? "asleep" : state, awaits);
-    put(this.state, model.error || joined(many ? count(many, "replica") : away, [...turns].join(", ")));
+    put(this.state, model.error || joined(many ? count(many, "replica") : joined(model.state, model.detail), [...turns].join(", ")));
     this.showTiles(many > 0);
-    const rows = model.replicas.filter((one) => one.batcher && (whole || matches(one.replica))).map(({replica, batcher, turn}) => {
-      const own = samples.map(({at, replicas}) => ({at, replicas: replicas.filter((one) => one.replica === replica)}));
-      const share = batcher.capacity ? batcher.running_cost / batcher.capacity : undefined, busy = growth(own, (each) => each.busy_time_s);
+    const rows = model.replicas.filter((one) => one.batcher && (whole || matches(one.replica))).map(({replica, batcher, rates, turn}) => {
+      const share = batcher.capacity ? batcher.running_cost / batcher.capacity : undefined;
       return [replica, ...(turns.size ? [turn?.state || "–"] : []), number(batcher.queue_depth), number(batcher.running),
-        share === undefined ? "–" : [percent(share), share], percent(Math.min(1, busy)), number(growth(own, (each) => each.total_completed)),
+        share === undefined ? "–" : [percent(share), share], percent(rates?.busy || 0), number(rates?.requests_per_s || 0),
         seconds(batcher.wait_p99_s), ...COUNTS.map((kind) => number(batcher[`total_${kind}`]))];
     });
     const turn = turns.size ? ["turn"] : [], uses = useRows({[name]: model}, (tenant) => whole || matches(tenant));
@@ -738,22 +709,23 @@ class ModelView {
   }
 
   showTiles(awake) {
-    const now = this.past.at(-1), series = (key) => this.past.map((one) => one[key]), goals = this.model.replicas.find((one) => one.goals)?.goals || {};
-    const goal = (value) => value ? `goal ${seconds(value)}` : "no goal", size = now.size ? `${now.size.toFixed(1)} to a batch` : "no batch yet";
-    const tiers = Object.entries(now.tiers).map(([tier, records]) => `${records} ${tier}`).join(", ");
+    const now = this.model.total, series = (key) => this.past.map((one) => one[key] || 0), goals = now.goals || {};
+    const goal = (value) => value ? `goal ${seconds(value)}` : "no goal", size = now.batch_size ? `${now.batch_size.toFixed(1)} to a batch` : "no batch yet";
+    const tiers = Object.entries(now.waiting_by_tier).map(([tier, records]) => `${records} ${tier}`).join(", ");
     const tiles = !awake ? {} : {
       Waiting: [number(now.waiting), "records", tiers || "nothing waits", series("waiting")],
-      Running: [number(now.running), "records", now.capacity ? `${number(now.flex)} flex` : size, series("running")],
-      ...(now.capacity ? {
-        "KV cache": [percent(now.budget), "reserved", `${number(now.used)} of ${number(now.capacity)} tokens`, series("budget"), 1],
-        "Tokens out": [number(now.tokens), "/s", `${number(now.records)} records/s`, series("tokens")],
-        TTFT: [seconds(now.ttft), "median", joined(`99 %: ${seconds(now.ttft99)}`, goal(goals.ttft_p99_s)), series("ttft99"), 0, goals.ttft_p99_s],
+      Running: [number(now.running), "records", now.kv_capacity ? `${number(now.background_running)} flex` : size, series("running")],
+      ...(now.kv_capacity ? {
+        "KV cache": [percent(now.kv_used), "reserved", `${number(now.kv_tokens)} of ${number(now.kv_capacity)} tokens`, series("kv_used"), 1],
+        "Tokens out": [number(now.output_tokens_per_s), "/s", `${number(now.requests_per_s)} records/s`, series("output_tokens_per_s")],
+        TTFT: [seconds(now.ttft_p50_s || 0), "median", joined(`99 %: ${seconds(now.ttft_p99_s || 0)}`, goal(goals.ttft_p99_s)),
+          series("ttft_p99_s"), 0, goals.ttft_p99_s],
         // While a model begins, few tokens make it high: the plot ends at three times the goal.
-        TPOT: [seconds(now.tpot), "mean", goal(goals.tpot_p99_s), series("tpot"), 3 * (goals.tpot_p99_s || 0), goals.tpot_p99_s],
-      } : {Throughput: [number(now.records), "records/s", `${number(now.completed)} so far`, series("records")],
-        Padding: [percent(now.padding), "", "of the cost of batches", series("padding"), 1]}),
-      Wait: [seconds(now.wait), "median", `99 %: ${seconds(now.wait99)}`, series("wait99")],
-      "Run time": [seconds(now.run), "median", `99 %: ${seconds(now.run99)}`, series("run99")]};
+        TPOT: [seconds(now.tpot_s || 0), "mean", goal(goals.tpot_p99_s), series("tpot_s"), 3 * (goals.tpot_p99_s || 0), goals.tpot_p99_s],
+      } : {Throughput: [number(now.requests_per_s), "records/s", `${number(now.completed)} so far`, series("requests_per_s")],
+        Padding: [percent(now.padding || 0), "", "of the cost of batches", series("padding"), 1]}),
+      Wait: [seconds(now.wait_p50_s), "median", `99 %: ${seconds(now.wait_p99_s)}`, series("wait_p99_s")],
+      "Run time": [seconds(now.run_p50_s), "median", `99 %: ${seconds(now.run_p99_s)}`, series("run_p99_s")]};
     for (const [title, tile] of this.tiles) if (!(title in tiles)) tile.root.remove(), this.tiles.delete(title);
     for (const [title, values] of Object.entries(tiles)) {
       if (!this.tiles.has(title)) this.tiles.set(title, new Tile(title)), this.grid.append(this.tiles.get(title).root);
@@ -762,17 +734,11 @@ class ModelView {
   }
 }
 
-/* Return the sums of each tenant and model since the replicas began, the largest first. */
+/* Return the use of each tenant and model since the replicas began, the largest first. */
 function useRows(all, wanted) {
-  const sums = new Map(), size = ({prompt, output, cost}) => prompt + output + cost;
-  for (const [model, {replicas}] of Object.entries(all))
-    for (const [tenant, used] of replicas.flatMap(({usage}) => Object.entries(usage?.tenants || {}))) {
-      if (!used || !wanted(tenant)) continue;
-      const id = JSON.stringify([tenant, model]), total = sums.get(id) || {tenant, model, calls: 0, prompt: 0, cached: 0, output: 0, cost: 0};
-      for (const kind of ["calls", "prompt", "cached", "output", "cost"]) total[kind] += used[kind] || 0;
-      sums.set(id, total);
-    }
-  return [...sums.values()].sort((one, other) => size(other) - size(one));
+  const size = ({prompt, output, cost}) => prompt + output + cost;
+  return Object.entries(all).flatMap(([model, {total}]) => Object.entries(total.tenants).filter(([tenant]) => wanted(tenant))
+    .map(([tenant, use]) => ({tenant, model, ...use}))).sort((one, other) => size(other) - size(one));
 }
 
 byId("filter").oninput = showLive;

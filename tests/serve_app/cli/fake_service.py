@@ -3,12 +3,11 @@
 import json
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import UTC, datetime
 from typing import Any
 
 from batcher import ContinuousStats
-from serve_app.cli.figures import Poll
-from serve_app.stats import ServiceHealth, ServiceStats
+from serve_app.ingress.status import with_totals
+from serve_app.stats import ServiceStats
 from tests.fakes.service import Asked, Reply, Service
 
 Answer = Callable[[str, dict[str, str]], tuple[int, Any]]
@@ -41,40 +40,52 @@ class FakeService:
         return Reply(content, status)
 
 
-def llm(replica: str, *, out: int = 0, tenants: dict[str, int] | None = None, **stats: Any) -> dict[str, Any]:
+def llm(
+    replica: str, *, out: float = 0, tenants: dict[str, int] | None = None, **stats: Any
+) -> dict[str, Any]:
     """Return the entry of a replica with a language model.
 
     Args:
         replica: Its id.
-        out: Tokens that its engine has sampled since the start.
+        out: Tokens that its engine samples per second; its prompts have twice as many.
         tenants: Output tokens of each tenant.
         stats: Statistics of its batcher.
     """
     given = {"running": 3, "running_cost": 25_000, "capacity": 100_000, "max_running": 64, **stats}
     usage = {
         "tenants": {
-            name: {"calls": 2, "prompt": 40, "cached": 8, "output": output, "cost": 0}
+            name: {
+                "calls": 2,
+                "prompt": 40,
+                "cached": 8,
+                "output": output,
+                "cost": 0,
+                "tokens_per_s": output / 2,
+            }
             for name, output in (tenants or {}).items()
         },
         "own": {},
-        "engine": {"prompt": 2 * out, "output": out},
+        "engine": {"prompt": 200, "output": 100, "preempted": 4},
+    }
+    rates = {
+        "over_s": 2.5,
+        "requests_per_s": 5.0,
+        "prompt_tokens_per_s": 2 * out,
+        "output_tokens_per_s": out,
+        "busy": 0.75,
     }
     # JSON, as it comes over HTTP: its keys are texts.
     batcher = json.loads(json.dumps(asdict(ContinuousStats(**given))))
-    return {"replica": replica, "max_model_len": 2048, "usage": usage, "adapters": [], "batcher": batcher}
+    about = {"replica": replica, "max_model_len": 2048, "adapters": []}
+    return {**about, "usage": usage, "rates": rates, "batcher": batcher}
 
 
-NOON = datetime(2026, 11, 1, 12, tzinfo=UTC)
-
-
-def polled(at: float, models: Any, health: Any = None, **more: Any) -> Poll:
-    """Return the statistics of a service at a time, from what it would send.
+def stats_of(models: Any, health: Any = None, **more: Any) -> ServiceStats:
+    """Return the statistics of a service, from what its replicas report.
 
     Args:
-        at: The time in seconds.
-        models: `models` of `/stats`.
+        models: `models` of `/stats`, with the replicas alone.
         health: `models` of `/health`.
         more: Other parts of `/stats`.
     """
-    stats = ServiceStats.model_validate({"models": models, **more})
-    return Poll(at, NOON, stats, ServiceHealth.model_validate({"models": health} if health else {}))
+    return ServiceStats.model_validate(with_totals({"models": dict(models), **more}, health or {}))

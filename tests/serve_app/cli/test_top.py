@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 from serve_app.cli.main import saturate
 from tests.ports import free_port
 from tests.progress import STILL_S, run
-from tests.serve_app.cli.fake_service import FakeService, llm
+from tests.serve_app.cli.fake_service import FakeService, llm, stats_of
 
 LIMIT_S = STILL_S
 
@@ -28,20 +28,13 @@ def service() -> Iterator[FakeService]:
 
     def answer(path: str, headers: dict[str, str]) -> tuple[int, Any]:
         nonlocal asked
-        if path == "/health":
-            return 200, {"models": {"demo": {"state": "ready", "replicas": 1}}}
         asked += 1
-        return 200, {"models": {"demo": {"replicas": [llm("a", out=100 * asked, tenants={"acme": asked})]}}}
+        models = {"demo": {"replicas": [llm("a", out=100 * asked, tenants={"acme": asked})]}}
+        return 200, stats_of(models, {"demo": {"state": "ready", "replicas": 1}}).body()
 
     service = FakeService(answer)
     yield service
     service.stop()
-
-
-@pytest.fixture(autouse=True)
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test of the command itself waits for the interval."""
-    monkeypatch.setattr("serve_app.cli.top.time.sleep", lambda seconds: None)
 
 
 def ask(*arguments: str) -> Result:
@@ -53,7 +46,6 @@ def test_once_prints_a_picture(service: FakeService) -> None:
     assert result.exit_code == 0, result.output
     assert "demo" in result.stdout
     assert "acme" in result.stdout
-    assert "rates over" in result.stdout
     assert "\x1b" not in result.stdout
 
 
@@ -72,13 +64,12 @@ def test_json(service: FakeService) -> None:
     for arguments in (["--json"], ["--once", "--json"]):
         body = json.loads(ask(service.url, *arguments).stdout)
         assert body["url"] == service.url
-        (model,) = body["models"]
-        assert (model["id"], model["state"], model["ready_replicas"]) == ("demo", "ready", 1)
-        assert model["figures"]["running"] == 3
-        assert model["figures"]["kv_used"] == 0.25
-        assert model["figures"]["output_tokens_per_s"] > 0
-        assert model["replicas"][0]["figures"]["running"] == 3
-        assert body["tenants"][0]["tenant"] == "acme"
+        model = body["models"]["demo"]
+        assert (model["state"], model["ready_replicas"]) == ("ready", 1)
+        assert (model["total"]["running"], model["total"]["kv_used"]) == (3, 0.25)
+        assert model["total"]["output_tokens_per_s"] > 0
+        assert model["replicas"][0]["batcher"]["running"] == 3
+        assert list(body["tenants"]) == ["acme"]
 
 
 def test_no_service() -> None:
@@ -150,7 +141,7 @@ def test_on_a_terminal_it_lives_until_it_is_told_to_end(service: FakeService, nu
                     # The other end is closed.
                     break
                 said += piece
-            if not told and b"rates over" in said:
+            if not told and b"acme" in said:
                 process.send_signal(number)
                 told = True
         assert process.wait(timeout=LIMIT_S) == 0

@@ -15,6 +15,7 @@ from serve_app.auth.keys import hash_key
 from serve_app.ingress.deployment import Ingress
 from serve_app.ingress.pages import FILES, FOLDER
 from serve_app.settings.schema import parse
+from serve_app.stats import Rates, Total
 from tests.serve_app.ingress.engine_doubles import Client, Engine, application, check_error, echo, health
 
 __all__ = ["health"]
@@ -168,12 +169,15 @@ def test_its_script_finds_its_elements() -> None:
 
 def test_it_reads_statistics_that_there_are() -> None:
     read = set(re.findall(r"\bbatcher\.([a-z]+_\w+)", SCRIPT))
-    read |= set(re.findall(r'\b(?:of|worst)\("(\w+)"\)', SCRIPT))
     (counts,) = re.findall(r"const COUNTS = (\[.*?\]);", SCRIPT)
     read |= {f"total_{kind}" for kind in json.loads(counts)}
-    assert {"queue_depth", "running_cost", "wait_p99_s", "ttft_p99_s", "total_rejected"} <= read
+    assert {"queue_depth", "running_cost", "wait_p99_s", "total_rejected"} <= read
     known = {one.name for kind in (ContinuousStats, BatchStats) for one in fields(kind)}
     assert read <= known
+    sums = set(re.findall(r'\bnow\.(\w+)|series\("(\w+)"\)', SCRIPT))
+    sums = {name for names in sums for name in names if name}
+    assert {"ttft_p99_s", "output_tokens_per_s", "kv_used", "tpot_s"} <= sums <= set(Total.model_fields)
+    assert set(re.findall(r"\brates\?\.(\w+)", SCRIPT)) <= set(Rates.model_fields)
 
 
 def test_it_explains_its_words() -> None:

@@ -9,7 +9,7 @@ from ray.serve.handle import DeploymentBroadcastResponse
 from serve_app.api.protocol import JSON
 from serve_app.auth.key_store import Caller
 from serve_app.auth.keys import Key
-from serve_app.ingress.status import broadcast, own_part, replica_stats
+from serve_app.ingress.status import broadcast, own_part, replica_stats, with_totals
 from serve_app.stats import ReplicaStats
 
 TURNS = 20
@@ -193,3 +193,103 @@ def test_a_service_without_quotas_has_none_to_show() -> None:
     assert own_part({"models": {}}, caller("ada")) == {"models": {}}
     away = {"models": {}, "quotas": {"error": "the replica is gone"}}
     assert own_part(away, caller("ada")) == away
+
+
+# States and sums
+
+
+def total(*replicas: JSON, health: JSON | None = None, **report: Any) -> JSON:
+    """Return the entry of a model, with its state and its sums."""
+    stats = with_totals({"models": {"demo": {"replicas": list(replicas), **report}}}, {"demo": health or {}})
+    found: JSON = stats["models"]["demo"]
+    return found
+
+
+STATES = [
+    ({"error": "a replica stopped"}, {}, ("error", "a replica stopped")),
+    ({}, {}, ("asleep", "")),
+    ({}, {"state": "asleep", "replicas": 0}, ("asleep", "")),
+    ({}, {"state": "starting", "awaits": "a GPU"}, ("starting", "a GPU")),
+    # The replica has come since Ray Serve was asked.
+    ({}, {"state": "ready", "replicas": 1}, ("starting", "")),
+]
+
+
+@pytest.mark.parametrize(("report", "health", "state"), STATES)
+def test_the_state_of_a_model_without_replicas(report: JSON, health: JSON, state: tuple[str, str]) -> None:
+    found = total(health=health, **report)
+    assert (found["state"], found["detail"]) == state
+
+
+@pytest.mark.parametrize(
+    ("turns", "state"),
+    [
+        ([None], "ready"),
+        (["awake"], "ready"),
+        (["draining"], "ready"),
+        (["asleep", "awake"], "ready"),
+        (["asleep"], "asleep"),
+        (["asleep", "failed"], "asleep"),
+        (["waking", "asleep"], "starting"),
+        (["loading"], "starting"),
+        (["failed"], "failed"),
+    ],
+)
+def test_the_state_of_a_model_that_takes_turns(turns: list[str | None], state: str) -> None:
+    entries = [{"turn": turn and {"state": turn, "cause": "no memory"}} for turn in turns]
+    found = total(*entries, health={"state": "ready", "replicas": 3, "simulated": "h100-8b"})
+    assert (found["state"], found["detail"]) == (state, "no memory" if state == "failed" else "")
+    assert (found["ready_replicas"], found["simulated"]) == (3, "h100-8b")
+
+
+def replica(out: float, *tenants: str, **stats: Any) -> JSON:
+    """Return the entry of a replica with a language model."""
+    batcher = {"capacity": 100, "max_running": 64, **stats}
+    uses = {name: {"calls": 2, "prompt": 5, "output": 1, "tokens_per_s": 1.5} for name in tenants}
+    return {
+        "usage": {"tenants": uses, "engine": {"prompt": 9, "output": 9, "preempted": 3}},
+        "rates": {"busy": out / 100, "output_tokens_per_s": out, "requests_per_s": 1.0},
+        "scheduler": {"bound_s": out / 1000},
+        "goals": {"ttft_p99_s": 0.5},
+        "batcher": batcher,
+    }
+
+
+def test_a_model_sums_its_replicas_and_takes_the_slowest_percentiles() -> None:
+    found = total(
+        replica(50, "a", running=2, running_cost=30, queue_classes={-1: (2, 9), 1: (4, 9)}, ttft_p99_s=0.2),
+        replica(30, "a", "b", running=6, running_cost=70, queue_classes={1: (1, 9), 9: (0, 0)}),
+        {"replica": "new"},
+    )["total"]
+    assert (found["running"], found["max_running"], found["ttft_p99_s"]) == (8, 128, 0.2)
+    assert found["waiting_by_tier"] == {"priority": 2, "flex": 5}
+    assert (found["kv_tokens"], found["kv_capacity"], found["kv_used"]) == (100, 200, 0.5)
+    assert (found["output_tokens_per_s"], found["requests_per_s"], found["busy"]) == (80, 2.0, 0.4)
+    assert (found["prompt_tokens_per_s"], found["tpot_s"]) == (None, 0.1)
+    assert (found["preempted"], found["bound_s"], found["goals"]["ttft_p99_s"]) == (6, 0.03, 0.5)
+    assert {name: (use["calls"], use["tokens_per_s"]) for name, use in found["tenants"].items()} == {
+        "a": (4, 3.0),
+        "b": (2, 1.5),
+    }
+
+
+def test_a_replica_without_a_bound_leaves_the_model_without_one() -> None:
+    assert total(replica(1), replica(1, max_running=None))["total"]["max_running"] is None
+
+
+def test_a_function_has_no_tokens_and_batches_of_a_mean_size() -> None:
+    two = ({"total_batches": 10, "avg_batch_size": 2.0}, {"total_batches": 30, "avg_batch_size": 6.0})
+    found = total(*({"batcher": one | {"running": 4}} for one in two))["total"]
+    assert (found["running"], found["batch_size"]) == (8, 5.0)
+    assert (found["kv_tokens"], found["kv_used"], found["output_tokens_per_s"]) == (None, None, None)
+
+
+def test_the_use_of_tenants_is_summed_over_models() -> None:
+    models = {"x": {"replicas": [replica(1, "a", "b")]}, "y": {"replicas": [replica(1, "a")]}}
+    found = with_totals({"models": models}, {})["tenants"]
+    assert {name: use["calls"] for name, use in found.items()} == {"a": 4, "b": 2}
+
+
+def test_the_sums_have_what_a_caller_may_see_alone() -> None:
+    found = with_totals(own_part(stats(), caller("ada")), {})
+    assert set(found["tenants"]) == set(found["models"]["demo"]["total"]["tenants"]) == {"research"}
