@@ -3,8 +3,8 @@
 from serve_app.dataset.errors import InputError, OutputError, RowError
 from serve_app.dataset.prompts import Prompter
 from serve_app.dataset.run import run
-from serve_app.jobs.errors import RunError
-from serve_app.jobs.http import HTTPClient
+from serve_app.rows.errors import RunError
+from serve_app.rows.http import HTTPClient
 
 __all__ = [
     "HTTPClient",

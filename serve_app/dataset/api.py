@@ -17,8 +17,8 @@ from serve_app.api.protocol import JSON
 from serve_app.client import Backoff, Client, Retries, ServiceError, json_of
 from serve_app.dataset.errors import CommandError, gave_up, output_error, written
 from serve_app.dataset.progress import Shown, eta, open_progress
-from serve_app.jobs.errors import GaveUpError, RunError
 from serve_app.jobs.models import ENDED
+from serve_app.rows.errors import GaveUpError, RunError
 from serve_app.system.disk import drafted
 
 FIRST_POLL_S, MOST_POLL_S = 0.25, 5.0

@@ -29,8 +29,8 @@ from serve_app.dataset.readers import open_source
 from serve_app.dataset.report import report, table, write_report
 from serve_app.dataset.run import Drive, call_fields
 from serve_app.dataset.stats import RowService, RunStats
-from serve_app.jobs.errors import RunError
-from serve_app.jobs.http import HTTPClient
+from serve_app.rows.errors import RunError
+from serve_app.rows.http import HTTPClient
 from serve_app.system.command_line import INTERRUPTED, USAGE, run
 from serve_app.telemetry import catalogue
 
@@ -282,7 +282,7 @@ class Session:
         options = self._options
         if options.app:
             # Over HTTP a run doesn't load Ray.
-            from serve_app.jobs.handle import HandleClient
+            from serve_app.rows.handle import HandleClient
 
             return HandleClient(options.app, options.model)
         return HTTPClient(

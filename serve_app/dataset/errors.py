@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from serve_app.jobs.errors import GaveUpError, RunError
+from serve_app.rows.errors import GaveUpError, RunError
 
 
 class InputError(RunError):

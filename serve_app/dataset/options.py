@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from serve_app.api.protocol import JSON, SamplingFields
 from serve_app.api.scheduling import TIER_PRIORITY
-from serve_app.jobs.errors import RunError
+from serve_app.rows.errors import RunError
 from serve_app.system.command_line import Number
 
 DEFAULT_URL = "http://127.0.0.1:8000"

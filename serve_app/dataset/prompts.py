@@ -9,7 +9,7 @@ from pydantic_core import from_json
 
 from serve_app.api.protocol import JSON
 from serve_app.dataset.errors import MissingColumnError, RowError
-from serve_app.jobs.errors import RunError
+from serve_app.rows.errors import RunError
 from serve_app.system.distribution import extra
 
 Prompt = str | list[JSON]

@@ -1,5 +1,6 @@
 """Ray Data stage that sends batches of rows to an Engine, one call per batch."""
 
+import asyncio
 from collections.abc import AsyncIterator, Collection, Mapping
 from typing import Any
 
@@ -15,11 +16,12 @@ from serve_app.dataset.output import result_columns
 from serve_app.dataset.prompts import Prompter
 from serve_app.dataset.run import DatasetRun, Drive, Item, call_fields, check_columns, unsent
 from serve_app.dataset.stats import RunStats, split
-from serve_app.jobs.errors import GaveUpError, RunError
-from serve_app.jobs.handle import HandleClient
-from serve_app.jobs.pacing import EngineLoad, Fixed
-from serve_app.jobs.rows import QuotaError, Result, Row, RowAnswer
-from serve_app.jobs.sender import Sender
+from serve_app.rows.errors import GaveUpError, RunError
+from serve_app.rows.handle import HandleClient
+from serve_app.rows.pacing import EngineLoad, Fixed
+from serve_app.rows.places import TakenRow
+from serve_app.rows.rows import LostEngines, QuotaError, Result, Row, RowAnswer
+from serve_app.rows.tries import Again, Sender
 
 
 class Generate:
@@ -102,8 +104,13 @@ class Generate:
             return [result for item in items if (result := unsent(item))]
         call = _Call(fields, self._prompter.chat, self._tier, done.extend, RunStats())
         sender = Sender(_Together(self._client), Fixed(1), Backoff(), self._retries, patient=False)
+        prompts = to_json([item.prompt for item in sound], inf_nan_mode="null")
+        taken = TakenRow(call, Row(0, prompts))
         try:
-            await sender.send(call, Row(0, to_json([item.prompt for item in sound], inf_nan_mode="null")))
+            found = await sender.try_once(taken)
+            while isinstance(found, Again):
+                await asyncio.sleep(found.wait_s)
+                found = await sender.try_once(taken)
         except GaveUpError as error:
             raise gave_up(error) from None
         answers = split(call.answer, len(sound))
@@ -155,11 +162,16 @@ class _Together:
         self._client = client
 
     async def send(
-        self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
+        self,
+        endpoint: str,
+        body: JSON,
+        scheduling: Scheduling,
+        models: Collection[str] | None,
+        lost: LostEngines,
     ) -> RowAnswer:
         """Send a call and return its answer."""
         try:
-            answer = await self._client.send(endpoint, body, scheduling, models)
+            answer = await self._client.send(endpoint, body, scheduling, models, lost)
         except QuotaError:
             raise
         except RequestError as error:

@@ -24,12 +24,12 @@ from serve_app.dataset.formats import InputRow, numbered
 from serve_app.dataset.prompts import Prompter, plain
 from serve_app.dataset.readers import open_source, values_of
 from serve_app.dataset.stats import Measured, RowService, RunStats
-from serve_app.jobs.errors import GaveUpError, RunError
-from serve_app.jobs.pacing import Auto, Concurrency, Fixed
 from serve_app.jobs.plan import TOGETHER, InputLine, Planner, Turns
-from serve_app.jobs.rows import Result, Row, RowAnswer, RowTokens
-from serve_app.jobs.runner import Runner, finished
-from serve_app.jobs.scheduler import BatchRun
+from serve_app.rows.errors import GaveUpError, RunError
+from serve_app.rows.pacing import Auto, Concurrency, Fixed
+from serve_app.rows.places import Run
+from serve_app.rows.rows import Result, Row, RowAnswer, RowTokens
+from serve_app.rows.runner import Runner, finished
 from serve_app.system.waiting import wait_for_event
 
 ENDPOINT = "/generate"
@@ -212,7 +212,7 @@ class ReadAhead:
         self._changed()
 
 
-class DatasetRun(BatchRun):
+class DatasetRun(Run):
     """The rows of a dataset.
 
     Args:
@@ -291,9 +291,8 @@ class DatasetRun(BatchRun):
         self._stats.add(results)
 
     def fail(self, error: RunError) -> None:
-        """End the run: rows in flight are finished, as long as they can be written."""
+        """Keep an error with which the run ends: rows in flight are finished, if they can be written."""
         self.failure = self.failure or error
-        self.stopping.set()
         if isinstance(error, OutputError):
             self.abort()
 
@@ -453,22 +452,19 @@ class Drive:
     async def _loop(self, runner: Runner, run: DatasetRun, reading: ReadAhead) -> None:
         while True:
             self._changed.clear()
-            if self._stopping and not run.stopping.is_set():
+            if self._stopping or run.failure is not None:
                 runner.stop(run)
-            more = not run.stopping.is_set()
+            more = not run.stopping
             if more and len(run.rows) < LOW_ROWS:
                 try:
                     more = await self._make_ready(runner, run, reading)
                 except RunError as error:
                     run.fail(error)
-                    more = False
-            if run.stopping.is_set():
-                # Rows that wait for their next try get places only to end.
-                runner.stop(run)
-            elif run.rows or run.due:
+                    continue
+            if not run.stopping and (run.rows or run.due):
                 runner.fill(None, [run])
             self.stats.follow(runner)
-            if not runner.in_flight and (run.stopping.is_set() or not (more or run.rows)):
+            if not runner.in_flight and (run.stopping or not (more or run.rows)):
                 return
             await wait_for_event(self._changed, TICK_S)
 

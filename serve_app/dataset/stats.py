@@ -14,9 +14,9 @@ from batcher.stats import percentiles
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
-from serve_app.jobs.pacing import EngineLoad, engine_load
-from serve_app.jobs.rows import Result, RowAnswer
-from serve_app.jobs.runner import Runner
+from serve_app.rows.pacing import EngineLoad, engine_load
+from serve_app.rows.rows import LostEngines, Result, RowAnswer
+from serve_app.rows.runner import Runner
 from serve_app.stats import ReplicaStats
 
 SAMPLE = 10_000
@@ -31,7 +31,12 @@ class RowService(Protocol):
     """A service, as a run uses it."""
 
     async def send(
-        self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None
+        self,
+        endpoint: str,
+        body: JSON,
+        scheduling: Scheduling,
+        models: Collection[str] | None,
+        lost: LostEngines,
     ) -> RowAnswer:
         """Send a call and return its answer; see `Client`."""
 
@@ -215,13 +220,18 @@ class Measured:
         self._stats = stats
 
     async def send(
-        self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
+        self,
+        endpoint: str,
+        body: JSON,
+        scheduling: Scheduling,
+        models: Collection[str] | None,
+        lost: LostEngines,
     ) -> RowAnswer:
         """Send a call and return its answer."""
         started = time.monotonic()
         self._stats.in_flight += 1
         try:
-            answer = await self._service.send(endpoint, body, scheduling, models)
+            answer = await self._service.send(endpoint, body, scheduling, models, lost)
         finally:
             self._stats.in_flight -= 1
         if answer.status == 200:

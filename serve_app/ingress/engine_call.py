@@ -340,6 +340,8 @@ class EngineCall:
         died: Called for each engine that had the request and whose process is gone.
         tries: Most engines to ask; see `TRIES`.
         alone: Entered for the tries at the last engine that the request may lose.
+        lost: The engines that were lost with the request in earlier calls, by the ids of their replicas; gets
+            further ones. None of the list: the id isn't known.
 
     Attributes:
         request: The request.
@@ -354,6 +356,7 @@ class EngineCall:
         died: Callable[[], object] | None = None,
         tries: int = TRIES,
         alone: AbstractAsyncContextManager[Any] | None = None,
+        lost: list[str | None] | None = None,
     ) -> None:
         self.request = request
         self.usage: RequestUsage | None = None
@@ -362,8 +365,7 @@ class EngineCall:
         self._tries = tries
         self._alone = alone or nullcontext()
         self._tried = 0
-        self._lost = 0
-        self._engines: set[str] = set()
+        self._lost = [] if lost is None else lost
         self._attempt: Attempt | None = None
         self._charge = ReplicaCharge()
 
@@ -440,7 +442,7 @@ class EngineCall:
             if self._attempt is not None:
                 self.release()
                 await back_off(self._tried)
-            async with self._alone if self._lost == MAX_LOST - 1 else nullcontext():
+            async with self._alone if len(self._lost) == MAX_LOST - 1 else nullcontext():
                 self._tried += 1
                 self._charge = ReplicaCharge(self._charge.met)
                 self._attempt = self._ask(replace(request, charge=self._charge))
@@ -474,16 +476,12 @@ class EngineCall:
         if self._died is not None and died_with_it(error):
             self._died()
         engine = self._attempt.engine
-        if not counts or not ran_there(error) or engine in self._engines:
+        if not counts or not ran_there(error) or (engine is not None and engine in self._lost):
             return
-        if engine is not None:
-            self._engines.add(engine)
-        self._lost += 1
+        self._lost.append(engine)
         self._tried = 1
-        if self._lost >= MAX_LOST:
-            logger.error(
-                "%d engines were lost with the same request; it is not sent on: %r", self._lost, error
-            )
+        if len(self._lost) >= MAX_LOST:
+            logger.error("%d engines were lost with the same request; it is not sent on: %r", MAX_LOST, error)
             raise PoisonError
 
     async def _resume(self, stream: ResumableStream, error: Exception) -> Piece:

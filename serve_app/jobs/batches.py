@@ -4,24 +4,28 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+from pydantic_core import from_json
 
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import TIER_PRIORITY, Scheduling
 from serve_app.jobs.content import Contents
-from serve_app.jobs.errors import ContentLostError, NotFoundError, RunError, StateError
+from serve_app.jobs.errors import ContentLostError, NotFoundError, StateError
 from serve_app.jobs.intake import UNKNOWN_MODEL, batch_error, validate
 from serve_app.jobs.key_rules import KeyRules
+from serve_app.jobs.lines import answered
 from serve_app.jobs.models import Batch
-from serve_app.jobs.pacing import Clock
 from serve_app.jobs.plan import TOGETHER, Unsent, plan_id, unsent
-from serve_app.jobs.rows import BatchClient, Result, Row, RowAnswer, answered
-from serve_app.jobs.runner import Runner, finished
-from serve_app.jobs.scheduler import BatchRun
 from serve_app.jobs.storage import close, give_up, remove_expired
 from serve_app.jobs.store import Store
+from serve_app.rows.errors import RunError
+from serve_app.rows.pacing import Clock
+from serve_app.rows.places import Run
+from serve_app.rows.rows import Result, Row, RowAnswer, RowClient
+from serve_app.rows.runner import Runner, finished
 from serve_app.system.database import DatabaseError
 from serve_app.system.waiting import wait_for_event
 
@@ -72,7 +76,24 @@ class RowRate:
         return rows / seconds if seconds >= (MINUTE_S if rows else HOUR_S - MINUTE_S) else None
 
 
-class OpenBatch(BatchRun):
+class BatchClient(RowClient, Protocol):
+    """A client that knows the models and adapters of a service."""
+
+    async def refresh(self, wake: bool = False) -> Collection[str]:
+        """Read which adapters are served now.
+
+        Args:
+            wake: Have a replica started of each model whose adapters are not known yet.
+
+        Returns:
+            The models whose adapters are not known yet: no replica has answered since this process started.
+        """
+
+    def base_of(self, model: str) -> str | None:
+        """Return the model whose engines run a model or an adapter; None: it isn't served now."""
+
+
+class OpenBatch(Run):
     """A batch that hasn't ended, with its state in memory.
 
     Args:
@@ -121,11 +142,12 @@ class OpenBatch(BatchRun):
     @property
     def takes_rows(self) -> bool:
         """True while rows may be sent, and their results recorded."""
-        return self.batch.state == "in_progress" and not self.stopping.is_set()
+        return self.batch.state == "in_progress" and not self.stopping
 
     def body(self, row: Row) -> JSON:
         """Return the body to send, in the tier of batches."""
-        return row.body()
+        body: JSON = from_json(row.text)["body"]
+        return body | {"service_tier": "flex"}
 
     def result(self, row: Row, answer: RowAnswer, tries: int) -> Result:
         """Return the line of the output or the error file."""
@@ -314,7 +336,7 @@ class BatchRunner:
             elif state == "validating" and not one.lost:
                 if gone_s is None:
                     unvalidated.append(one)
-            elif one.stopping.is_set() or one.exhausted:
+            elif one.stopping or one.exhausted:
                 if not one.in_flight:
                     self._begin(one, self._end)
             elif heads.get(turn) is one and not one.read and len(one.rows) < LOW_ROWS:
@@ -324,7 +346,7 @@ class BatchRunner:
             one = min(unvalidated, key=lambda one: self._validated.get(one.tenant, 0))
             self._validated[one.tenant] = 1 + max(self._validated.values(), default=0)
             self._begin(one, self._validate)
-        ready: dict[str | None, list[BatchRun]] = {}
+        ready: dict[str | None, list[Run]] = {}
         for (base, _), one in (heads | due).items():
             if one.due or one.rows:
                 ready.setdefault(base, []).append(one)
@@ -333,7 +355,7 @@ class BatchRunner:
 
     def _keyless_s(self, one: OpenBatch) -> float | None:
         """Return the seconds since the key of a batch became invalid; None: valid, or no longer needed."""
-        open = one.batch.state in ("validating", "in_progress") and not one.stopping.is_set()
+        open = one.batch.state in ("validating", "in_progress") and not one.stopping
         if not open or (one.exhausted and not one.in_flight) or not self._rules.ended(one.batch.api_key):
             one.keyless_since = None
             return None
@@ -371,7 +393,7 @@ class BatchRunner:
         limits = self._rules.common.model_copy(update={"max_lines": rights["max_lines"]})
         found = await asyncio.to_thread(validate, path, batch.endpoint, models, limits)
         unknown = any(error["code"] == UNKNOWN_MODEL for error in found.errors)
-        if unknown and starting and not one.stopping.is_set():
+        if unknown and starting and not one.stopping:
             # A restart loses no batch of an adapter that was loaded while the service ran.
             logger.info("%s waits for the adapters of %s, which has not answered", batch.id, starting)
             await self._client.refresh(wake=True)
@@ -426,7 +448,7 @@ class BatchRunner:
         batch = await asyncio.to_thread(self._store.batch, batch.id)
         await finished(close, self._store, self._content, batch, self._now())
 
-    def _record(self, results: Mapping[BatchRun, Sequence[Result]]) -> None:
+    def _record(self, results: Mapping[Run, Sequence[Result]]) -> None:
         self._store.record({str(run): group for run, group in results.items()})
 
     async def _tidy(self) -> None:

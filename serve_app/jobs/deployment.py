@@ -46,9 +46,9 @@ class Batches:
     ) -> None:
         flush_warnings()
         # Imported only here: no other process needs a database.
-        from serve_app.jobs.engines import EngineClient
         from serve_app.jobs.errors import StoreError
         from serve_app.jobs.service import BatchesMetrics, BatchService
+        from serve_app.rows.engines import EngineClient
 
         assert settings.batches is not None
         context = serve.get_replica_context()

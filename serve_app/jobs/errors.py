@@ -1,5 +1,7 @@
 """Errors of stored files and batches."""
 
+from serve_app.rows.errors import RunError
+
 
 class StoreError(Exception):
     """The folder can't be used as it is; the message says what to change."""
@@ -21,23 +23,5 @@ class StateError(Exception):
     """A batch can't change from its state to the requested state."""
 
 
-class RunError(Exception):
-    """A run can't continue; the message says why."""
-
-
 class ContentLostError(RunError):
     """Content that the store lists is missing from the disk."""
-
-
-class GaveUpError(RunError):
-    """The service failed on every try.
-
-    Args:
-        tries: Number of tries.
-        what: Name of the failed action.
-        message: The last failure.
-    """
-
-    def __init__(self, tries: int, what: str, message: str) -> None:
-        times = "1 try" if tries == 1 else f"{tries} tries"
-        super().__init__(f"gave up after {times} of {what}: {message}")

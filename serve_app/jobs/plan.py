@@ -28,7 +28,7 @@ from serve_app.ingress.body import BOM
 from serve_app.jobs.content import Contents, Input
 from serve_app.jobs.errors import ContentLostError
 from serve_app.jobs.models import Batch
-from serve_app.jobs.rows import Row
+from serve_app.rows.rows import Row
 
 if TYPE_CHECKING:
     # A dataset has plans but no database.

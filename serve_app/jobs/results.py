@@ -11,7 +11,7 @@ from typing import TypeVar
 import sqlalchemy as sa
 from sqlalchemy import Connection
 
-from serve_app.jobs.rows import Result
+from serve_app.rows.rows import Result
 from serve_app.system.database import Database
 
 T = TypeVar("T")

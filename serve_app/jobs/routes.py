@@ -36,9 +36,9 @@ from serve_app.jobs.models import (
     file_object,
     list_object,
 )
-from serve_app.jobs.pacing import Clock
 from serve_app.jobs.storage import add_file, delete_contents
 from serve_app.jobs.store import Store
+from serve_app.rows.pacing import Clock
 from serve_app.settings.batches import DAY_S, BatchesSettings
 from serve_app.system.database import FencedError
 

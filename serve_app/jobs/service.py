@@ -17,17 +17,16 @@ from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.auth.key_store import KeyStore
 from serve_app.engine.answer import Answer
-from serve_app.jobs.batches import BatchRunner
+from serve_app.jobs.batches import BatchClient, BatchRunner
 from serve_app.jobs.content import Content, Contents, DiskContent
 from serve_app.jobs.errors import StoreError
 from serve_app.jobs.key_rules import KeyRules
 from serve_app.jobs.models import OPEN
-from serve_app.jobs.pacing import Auto
 from serve_app.jobs.routes import BatchAPI
-from serve_app.jobs.rows import BatchClient
 from serve_app.jobs.storage import delete_noted
 from serve_app.jobs.store import Store
 from serve_app.jobs.upload import Uploads
+from serve_app.rows.pacing import Auto
 from serve_app.settings.batches import BatchesSettings
 from serve_app.stats import BatchesStats, RowCounts
 from serve_app.system.database import DatabaseError, FencedError

@@ -11,9 +11,9 @@ from contextlib import suppress
 from serve_app.jobs.content import Contents, Draft
 from serve_app.jobs.errors import ContentLostError, NotFoundError, TooManyError
 from serve_app.jobs.intake import batch_error
+from serve_app.jobs.lines import CANCELLED, EXPIRED, unrun
 from serve_app.jobs.models import Batch, File, State
 from serve_app.jobs.plan import plan_id, unsent
-from serve_app.jobs.rows import CANCELLED, EXPIRED, unrun
 from serve_app.jobs.store import Store
 from serve_app.settings.batches import BatchesSettings
 from serve_app.system.database import DatabaseError, FencedError

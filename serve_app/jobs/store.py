@@ -18,7 +18,7 @@ from serve_app.jobs.errors import InUseError, NotFoundError, StateError, StoreEr
 from serve_app.jobs.failpoints import reach
 from serve_app.jobs.models import ENDED, OPEN, TRANSITIONS, Batch, Counts, File, Page, State, Summary
 from serve_app.jobs.results import slices
-from serve_app.jobs.rows import Result, together
+from serve_app.rows.rows import Result, together
 from serve_app.system.database import open_database
 
 T = TypeVar("T")

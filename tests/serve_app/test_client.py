@@ -7,8 +7,8 @@ import httpx
 import pytest
 
 from serve_app.client import AsyncClient, Backoff, Client, Retries, ServiceError, base_url
-from serve_app.jobs.errors import RunError
-from serve_app.jobs.http import HTTPClient
+from serve_app.rows.errors import RunError
+from serve_app.rows.http import HTTPClient
 from tests.ports import free_port
 from tests.serve_app.cli.fake_service import FakeService, llm
 

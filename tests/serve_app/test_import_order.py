@@ -17,6 +17,7 @@ ORDER = [
     {"app", "cli"},
     {"dataset", "models", "tuning"},
     {"jobs"},
+    {"rows"},
     {"ingress"},
     {"engine"},
     {"ledger", "quotas", "turns"},

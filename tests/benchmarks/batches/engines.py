@@ -8,7 +8,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from serve_app.api.protocol import JSON
-from serve_app.jobs.engines import EngineClient
+from serve_app.rows.engines import EngineClient
 from serve_app.settings.schema import parse
 from serve_app.wire.frame import Head
 from serve_app.wire.request import RelayRequest

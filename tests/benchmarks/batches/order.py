@@ -28,11 +28,11 @@ from serve_app.jobs.content import Content, Contents, DiskContent
 from serve_app.jobs.intake import validate
 from serve_app.jobs.key_rules import KeyRules
 from serve_app.jobs.models import Batch, File
-from serve_app.jobs.pacing import EngineLoad, Fixed
 from serve_app.jobs.plan import RowPlan
-from serve_app.jobs.rows import Result, RowAnswer
 from serve_app.jobs.storage import add_file
 from serve_app.jobs.store import Store
+from serve_app.rows.pacing import EngineLoad, Fixed
+from serve_app.rows.rows import LostEngines, Result, RowAnswer
 from serve_app.settings.ingress import IngressSettings
 from serve_app.simulation.profiles import PROFILES
 from serve_app.stats import ReplicaStats
@@ -132,7 +132,12 @@ class VirtualEngines:
         self._outputs = {row["messages"][-1]["content"]: row["max_tokens"] for row in load.bodies()}
 
     async def send(
-        self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
+        self,
+        endpoint: str,
+        body: JSON,
+        scheduling: Scheduling,
+        models: Collection[str] | None = None,
+        lost: LostEngines | None = None,
     ) -> RowAnswer:
         """Answer a row, on the replica that the Ingress would choose."""
         name = str(self._count)

@@ -12,7 +12,7 @@ import pytest
 from serve_app.dataset.api import RUN, APIRun
 from serve_app.dataset.command import main
 from serve_app.dataset.errors import CommandError
-from serve_app.jobs.errors import RunError
+from serve_app.rows.errors import RunError
 from tests.fakes.service import Reply, serving
 from tests.serve_app.dataset.batch_site import batch_site
 from tests.serve_app.jobs.helpers import row, text_of

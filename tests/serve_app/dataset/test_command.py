@@ -245,7 +245,7 @@ def test_the_tries_of_a_call_are_one_more_than_its_retries(
     retries: int,
     tries: str,
 ) -> None:
-    monkeypatch.setattr("serve_app.jobs.runner.Backoff", lambda: Backoff(0.001, 0.001))
+    monkeypatch.setattr("serve_app.rows.runner.Backoff", lambda: Backoff(0.001, 0.001))
     gone = ["--url", "http://127.0.0.1:9", "--retries", retries, "--max-concurrency", 1]
     assert batch(questions, tmp_path / "out.jsonl", *gone) == 1
     assert f"gave up after {tries}: " in capsys.readouterr().err

@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from serve_app.dataset.errors import CommandError, InputError, OutputError, RowError
-from serve_app.jobs.errors import RunError
+from serve_app.rows.errors import RunError
 
 
 @pytest.mark.parametrize("kind", [CommandError, InputError, OutputError])

@@ -18,10 +18,10 @@ from serve_app.dataset.output import Output
 from serve_app.dataset.prompts import Prompter
 from serve_app.dataset.readers import open_source
 from serve_app.dataset.run import Drive
-from serve_app.jobs.rows import RowAnswer
+from serve_app.rows.rows import RowAnswer
 
 class Echo:
-    async def send(self, endpoint, body, scheduling, models=None):
+    async def send(self, endpoint, body, scheduling, models=None, lost=None):
         await asyncio.sleep(0)
         detail = {"finish_reason": "stop", "prompt_tokens": 1, "completion_tokens": 1}
         prompts = body["prompts"]

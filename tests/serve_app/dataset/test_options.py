@@ -18,7 +18,7 @@ from serve_app.dataset.options import (
     chosen,
     sampling_fields,
 )
-from serve_app.jobs.errors import RunError
+from serve_app.rows.errors import RunError
 
 OPTIONS = list(chain.from_iterable(GROUPS.values()))
 TEXTS = [option.opts[0] for option in OPTIONS if isinstance(option.type, click.types.StringParamType)]

@@ -15,7 +15,7 @@ from serve_app.api.protocol import JSON
 from serve_app.dataset.errors import DiskError, OutputError
 from serve_app.dataset.output import Output, check_output
 from serve_app.dataset.report import write_report
-from serve_app.jobs.rows import Result, RowTokens
+from serve_app.rows.rows import Result, RowTokens
 from tests.fakes.disk import KilledError, Life, failing_sync, full, small_files
 
 OPTIONS: JSON = {"--model": "m"}

@@ -12,7 +12,7 @@ from serve_app.dataset.errors import OutputError
 from serve_app.dataset.progress import Shown, eta, run_shown, share
 from serve_app.dataset.report import report, table, write_report
 from serve_app.dataset.stats import RunStats
-from serve_app.jobs.rows import Result, RowTokens
+from serve_app.rows.rows import Result, RowTokens
 from serve_app.stats import ReplicaStats
 from serve_app.telemetry import catalogue
 from serve_app.telemetry.meters import Meters

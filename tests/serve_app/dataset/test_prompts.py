@@ -13,7 +13,7 @@ from serve_app.dataset.errors import RowError
 from serve_app.dataset.formats import InputRow
 from serve_app.dataset.prompts import Prompter, read_template
 from serve_app.dataset.run import Item, call_fields
-from serve_app.jobs.errors import RunError
+from serve_app.rows.errors import RunError
 
 ROW = {"prompt": "hi", "name": "Ada", "n": 2, "a b": "c", "messages": [{"role": "user", "content": "x"}]}
 

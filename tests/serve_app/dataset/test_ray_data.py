@@ -9,7 +9,7 @@ import pytest
 
 from serve_app.api.errors import RequestError
 from serve_app.dataset.ray_data import Generate
-from serve_app.jobs.errors import RunError
+from serve_app.rows.errors import RunError
 from tests.progress import STILL_S
 from tests.serve_app.jobs.generate_handle import Handle
 

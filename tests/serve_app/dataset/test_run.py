@@ -20,9 +20,9 @@ from serve_app.dataset.formats import CorruptError, numbered
 from serve_app.dataset.output import Existing, Output
 from serve_app.dataset.readers import open_source
 from serve_app.dataset.run import Drive
-from serve_app.jobs.errors import RunError
-from serve_app.jobs.pacing import Auto
-from serve_app.jobs.rows import Result
+from serve_app.rows.errors import RunError
+from serve_app.rows.pacing import Auto
+from serve_app.rows.rows import Result
 from tests.progress import STILL_S, until
 from tests.serve_app.dataset.fake import FakeService, failure, no_route, texts
 

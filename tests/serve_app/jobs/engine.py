@@ -7,8 +7,8 @@ from random import Random
 
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
-from serve_app.jobs.pacing import EngineLoad
-from serve_app.jobs.rows import RowAnswer
+from serve_app.rows.pacing import EngineLoad
+from serve_app.rows.rows import LostEngines, RowAnswer
 from tests.progress import STILL_S
 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
@@ -70,7 +70,12 @@ class Engine(Served):
         self._random = random or Random(0)
 
     async def send(
-        self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
+        self,
+        endpoint: str,
+        body: JSON,
+        scheduling: Scheduling,
+        models: Collection[str] | None = None,
+        lost: LostEngines | None = None,
     ) -> RowAnswer:
         """Answer a row."""
         custom_id = custom_id_of(body)

@@ -16,9 +16,9 @@ from serve_app.api.scheduling import Scheduling
 from serve_app.jobs import failpoints
 from serve_app.jobs.batches import BatchRunner
 from serve_app.jobs.key_rules import KeyRules
-from serve_app.jobs.pacing import Fixed
-from serve_app.jobs.rows import RowAnswer
 from serve_app.jobs.storage import delete_noted
+from serve_app.rows.pacing import Fixed
+from serve_app.rows.rows import LostEngines, RowAnswer
 from tests.serve_app.jobs.engine import Served, custom_id_of
 from tests.serve_app.jobs.helpers import NOW, limits_of, opened
 
@@ -30,7 +30,12 @@ class LoggedEngine(Served):
         self._handle = os.open(calls, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     async def send(
-        self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
+        self,
+        endpoint: str,
+        body: JSON,
+        scheduling: Scheduling,
+        models: Collection[str] | None = None,
+        lost: LostEngines | None = None,
     ) -> RowAnswer:
         """Answer a row."""
         custom_id = custom_id_of(body)

@@ -18,16 +18,17 @@ from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.client import Backoff
-from serve_app.jobs import failpoints, pacing
+from serve_app.jobs import failpoints
 from serve_app.jobs.batches import BatchRunner, OpenBatch, RowRate
 from serve_app.jobs.content import Content
 from serve_app.jobs.errors import NotFoundError
 from serve_app.jobs.key_rules import KeyRules
 from serve_app.jobs.models import ENDED, Batch
-from serve_app.jobs.pacing import Auto, EngineLoad, Fixed
-from serve_app.jobs.rows import Row, RowAnswer
-from serve_app.jobs.runner import Runner
 from serve_app.jobs.store import Store
+from serve_app.rows import pacing
+from serve_app.rows.pacing import Auto, EngineLoad, Fixed
+from serve_app.rows.rows import LostEngines, Row, RowAnswer
+from serve_app.rows.runner import Runner
 from tests.batcher.virtual import virtual
 from tests.progress import STILL_S
 from tests.serve_app.jobs.engine import USAGE, Engine, Served, custom_id_of
@@ -267,7 +268,12 @@ class TwoModels(Engine):
         self.quick.places = 50
 
     async def send(
-        self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
+        self,
+        endpoint: str,
+        body: JSON,
+        scheduling: Scheduling,
+        models: Collection[str] | None = None,
+        lost: LostEngines | None = None,
     ) -> RowAnswer:
         """Answer a row."""
         if body["model"] == "quick":
@@ -295,7 +301,12 @@ class Held(Engine):
         self.go.clear()
 
     async def send(
-        self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
+        self,
+        endpoint: str,
+        body: JSON,
+        scheduling: Scheduling,
+        models: Collection[str] | None = None,
+        lost: LostEngines | None = None,
     ) -> RowAnswer:
         """Answer a row."""
         id = custom_id_of(body)
@@ -482,7 +493,12 @@ async def test_a_row_may_take_hours() -> None:
         tries = 0
 
         async def send(
-            self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
+            self,
+            endpoint: str,
+            body: JSON,
+            scheduling: Scheduling,
+            models: Collection[str] | None = None,
+            lost: LostEngines | None = None,
         ) -> RowAnswer:
             """Answer after six hours."""
             self.tries += 1
@@ -513,7 +529,12 @@ async def test_an_adapter_that_is_replaced_costs_no_row(tmp_path: Path) -> None:
 
     class Replaced(Engine):
         async def send(
-            self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
+            self,
+            endpoint: str,
+            body: JSON,
+            scheduling: Scheduling,
+            models: Collection[str] | None = None,
+            lost: LostEngines | None = None,
         ) -> RowAnswer:
             """Refuse each row until the adapter is there again."""
             answer = await super().send(endpoint, body, scheduling, models)
@@ -638,7 +659,12 @@ async def test_a_call_that_serve_cancels_is_tried_again(tmp_path: Path) -> None:
         """Its replica is taken away, the first time."""
 
         async def send(
-            self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
+            self,
+            endpoint: str,
+            body: JSON,
+            scheduling: Scheduling,
+            models: Collection[str] | None = None,
+            lost: LostEngines | None = None,
         ) -> RowAnswer:
             """Answer the second try."""
             answer = await super().send(endpoint, body, scheduling, models)
@@ -677,7 +703,12 @@ async def test_results_that_come_soon_after_one_another_are_recorded_together(tm
         """Its rows end one after the other."""
 
         async def send(
-            self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
+            self,
+            endpoint: str,
+            body: JSON,
+            scheduling: Scheduling,
+            models: Collection[str] | None = None,
+            lost: LostEngines | None = None,
         ) -> RowAnswer:
             await asyncio.sleep(0.001 * int(custom_id_of(body)))
             return await super().send(endpoint, body, scheduling, models)

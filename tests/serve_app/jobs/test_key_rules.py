@@ -11,7 +11,7 @@ from serve_app.auth.key_store import KeyStore
 from serve_app.auth.keys import hash_key
 from serve_app.jobs.batches import KEY_GONE_S
 from serve_app.jobs.key_rules import KeyRules
-from serve_app.jobs.pacing import Fixed
+from serve_app.rows.pacing import Fixed
 from serve_app.settings.ingress import AccessSettings
 from tests.serve_app.jobs.engine import Engine
 from tests.serve_app.jobs.helpers import NOW, limits_of, row

@@ -21,9 +21,9 @@ from serve_app.jobs.content import Content
 from serve_app.jobs.errors import StateError
 from serve_app.jobs.key_rules import KeyRules
 from serve_app.jobs.models import ENDED, Batch
-from serve_app.jobs.pacing import Fixed
 from serve_app.jobs.storage import delete_noted
 from serve_app.jobs.store import Store
+from serve_app.rows.pacing import Fixed
 from serve_app.system.database import DatabaseError
 from tests.fakes.disk import KilledError
 from tests.progress import STILL_S

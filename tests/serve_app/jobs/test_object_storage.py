@@ -13,9 +13,9 @@ from serve_app.jobs.content import Content
 from serve_app.jobs.errors import StoreError
 from serve_app.jobs.intake import validate
 from serve_app.jobs.key_rules import KeyRules
-from serve_app.jobs.pacing import Fixed
 from serve_app.jobs.service import BatchService
 from serve_app.jobs.store import Store
+from serve_app.rows.pacing import Fixed
 from serve_app.settings.batches import BatchesSettings
 from tests.serve_app.jobs.engine import Engine
 from tests.serve_app.jobs.helpers import CHAT, NOW, all_ended, batch_of, commits, limits_of, put, row, text_of

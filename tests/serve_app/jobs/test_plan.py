@@ -15,10 +15,11 @@ from serve_app.api.protocol import JSON
 from serve_app.jobs.content import Content, Contents
 from serve_app.jobs.errors import ContentLostError
 from serve_app.jobs.intake import validate
+from serve_app.jobs.lines import answered
 from serve_app.jobs.models import Batch
 from serve_app.jobs.plan import InputLine, RowPlan, plan_id, plan_of, read_lines, unsent
-from serve_app.jobs.rows import Row, answered
 from serve_app.jobs.storage import close, give_up
+from serve_app.rows.rows import Row
 from serve_app.settings.ingress import IngressSettings
 from tests.serve_app.inspected import inspect
 from tests.serve_app.jobs.helpers import CHAT, NOW, batch_of, limits_of, opened, put, row, text_of

@@ -13,8 +13,8 @@ from serve_app.jobs import failpoints
 from serve_app.jobs.content import Content, Contents
 from serve_app.jobs.db import FILES
 from serve_app.jobs.errors import ContentLostError, TooManyError
+from serve_app.jobs.lines import answered
 from serve_app.jobs.plan import unsent
-from serve_app.jobs.rows import Result, Row, answered
 from serve_app.jobs.storage import (
     add_file,
     close,
@@ -23,6 +23,7 @@ from serve_app.jobs.storage import (
     give_up,
     remove_expired,
 )
+from serve_app.rows.rows import Result, Row
 from serve_app.system.database import DatabaseError
 from tests.serve_app.jobs.helpers import (
     DAY_S,

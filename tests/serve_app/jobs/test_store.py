@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from serve_app.jobs.errors import InUseError, NotFoundError, StateError, StoreError, TooManyError
-from serve_app.jobs.rows import Result
 from serve_app.jobs.store import Store
+from serve_app.rows.rows import Result
 from tests.serve_app.jobs.conftest import Place
 from tests.serve_app.jobs.helpers import DAY_S, NOW, batch_of, file_of
 

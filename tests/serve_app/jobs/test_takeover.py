@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.jobs.rows import Result
 from serve_app.jobs.service import BatchService, _tell_end
 from serve_app.jobs.store import Store
+from serve_app.rows.rows import Result
 from serve_app.settings.batches import BatchesSettings
 from serve_app.system.database import FencedError
 from tests.progress import STILL_S

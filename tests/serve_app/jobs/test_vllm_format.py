@@ -8,7 +8,8 @@ from vllm.entrypoints.launchers.run_batch import BatchRequestInput, BatchRequest
 
 from serve_app.api.protocol import JSON
 from serve_app.jobs.intake import validate
-from serve_app.jobs.rows import EXPIRED, Row, answered, unrun
+from serve_app.jobs.lines import EXPIRED, answered, unrun
+from serve_app.rows.rows import Row
 from tests.serve_app.jobs.helpers import CHAT, limits_of, row, text_of
 
 CHAT_BODY: JSON = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}

@@ -10,20 +10,19 @@ from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
 from serve_app.client import Backoff
-from serve_app.jobs.errors import RunError
-from serve_app.jobs.pacing import Auto, Concurrency, Rate
-from serve_app.jobs.rows import Result, Row, RowClient
-from serve_app.jobs.scheduler import BatchRun, Places
-from serve_app.jobs.sender import Sender
+from serve_app.rows.errors import RunError
+from serve_app.rows.pacing import Auto, Concurrency, Rate
+from serve_app.rows.places import Places, Run, TakenRow, Waits
+from serve_app.rows.rows import Result, RowClient
+from serve_app.rows.tries import Again, Sender
 
 logger = logging.getLogger("ray.serve")
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Done = tuple[BatchRun, Row, Result]
-"""A row that has its result."""
+Try = asyncio.Task[Result | Again | None]
 
-Record = Callable[[Mapping[BatchRun, Sequence[Result]]], None]
+Record = Callable[[Mapping[Run, Sequence[Result]]], None]
 """Records results of runs durably, all of them or none. Runs in a thread."""
 
 
@@ -49,9 +48,9 @@ class ModelRows:
 class Runner:
     """Sends the rows of runs, and records their results in groups.
 
-    A host reads rows into the runs, and calls `fill` whenever something has changed. The tasks of the rows
-    live in the context of the runner. The end of the context waits for the rows in flight; a cancellation
-    ends them without results.
+    A host reads rows into the runs, and calls `fill` whenever something has changed. A try of a row is a
+    task in the context of the runner; a row that waits for its next try has none. A host leaves the context
+    once no row is in flight; a cancellation ends the tries without results.
 
     Args:
         client: The engines.
@@ -99,7 +98,8 @@ class Runner:
         self._again_s = again_s
         self._changed = changed
         self._models: dict[str | None, ModelRows] = {}
-        self._results: list[Done] = []
+        self._waits = Waits(changed)
+        self._results: list[tuple[TakenRow, Result]] = []
         self._unwritten = False
         self._to_write = asyncio.Event()
         self._group = asyncio.TaskGroup()
@@ -116,7 +116,8 @@ class Runner:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is None and not self.in_flight:
+        self._waits.close()
+        if kind is None:
             # Otherwise the group cancels them itself.
             for task in [self._writing, *(model.pacing for model in self._models.values())]:
                 if task is not None:
@@ -143,7 +144,7 @@ class Runner:
         """Message of a failure after which no row of its model was answered; empty: no such failure."""
         return next((model.sender.trouble for model in self._models.values() if model.sender.trouble), "")
 
-    def fill(self, base: str | None, runs: list[BatchRun]) -> None:
+    def fill(self, base: str | None, runs: list[Run]) -> None:
         """Give the free places at the engines of a model to rows.
 
         Args:
@@ -154,14 +155,24 @@ class Runner:
             # Rows in flight keep their places until their results can be recorded.
             return
         model = self._model(base)
-        for run, row in model.places.fill(runs):
-            self._group.create_task(self._run_row(model, run, row))
+        for taken in model.places.fill(runs):
+            one = self._group.create_task(self._try(model, taken))
+            taken.run.tries.add(one)
+            # A task that is cancelled before its first step runs nothing of its own.
+            one.add_done_callback(partial(self._tried, model, taken))
         if model.places.in_flight and (model.pacing is None or model.pacing.done()):
             model.pacing = self._group.create_task(self._pace(base, model))
 
-    def stop(self, run: BatchRun) -> None:
-        """Stop sending rows of a run. Rows in flight continue; `BatchRun.abort` ends them too."""
-        self._model(run.base).places.stop(run)
+    def stop(self, run: Run) -> None:
+        """Stop sending rows of a run. Its tries in progress continue; `Run.abort` ends them too."""
+        if run.stopping:
+            return
+        run.stopping = True
+        places = self._model(run.base).places
+        for taken in [*run.due, *self._waits.drop(run)]:
+            places.leave(taken)
+        run.due.clear()
+        self._changed()
 
     def keep(self, tenants: set[str]) -> None:
         """Forget other tenants that have no row in flight."""
@@ -178,19 +189,28 @@ class Runner:
             model = self._models[base] = ModelRows(concurrency, places, sender)
         return model
 
-    async def _run_row(self, model: ModelRows, run: BatchRun, row: Row) -> None:
+    async def _try(self, model: ModelRows, taken: TakenRow) -> Result | Again | None:
         try:
-            result = await model.sender.send(run, row, partial(model.places.away, run))
+            return await model.sender.try_once(taken)
         except RunError as error:
-            run.fail(error)
-            result = None
-        if result is None:
-            # The row is left to the end of the run, or to the next process.
-            model.places.leave(run, row)
-            self._changed()
-        else:
-            self._results.append((run, row, result))
+            taken.run.fail(error)
+            return None
+
+    def _tried(self, model: ModelRows, taken: TakenRow, one: Try) -> None:
+        """Decide what follows the end of a try."""
+        run = taken.run
+        run.tries.discard(one)
+        found = None if one.cancelled() or one.exception() else one.result()
+        if isinstance(found, Result):
+            self._results.append((taken, found))
             self._to_write.set()
+        elif isinstance(found, Again) and not run.stopping:
+            model.places.wait(taken)
+            self._waits.add(taken, found.wait_s)
+        else:
+            # The row is left to the end of the run, or to the next process.
+            model.places.leave(taken)
+            self._changed()
 
     async def _write(self) -> None:
         """Record results in groups: each group has all results that have come meanwhile, of all runs."""
@@ -199,9 +219,9 @@ class Runner:
             await asyncio.sleep(self._gather_s)
             self._to_write.clear()
             taken, self._results = self._results, []
-            groups: dict[BatchRun, list[Result]] = {}
-            for run, _, result in taken:
-                groups.setdefault(run, []).append(result)
+            groups: dict[Run, list[Result]] = {}
+            for one, result in taken:
+                groups.setdefault(one.run, []).append(result)
             try:
                 await finished(self._record, groups)
             except RunError as error:
@@ -218,9 +238,9 @@ class Runner:
                 for run, results in groups.items():
                     run.recorded(results)
             self._unwritten = False
-            for run, row, result in taken:
+            for one, result in taken:
                 self.failed += result.is_error
-                self._model(run.base).places.leave(run, row)
+                self._model(one.run.base).places.leave(one)
             self.rate.add(len(taken))
             self._changed()
 

@@ -1,14 +1,12 @@
-"""Rows of a batch: the body that is sent, the answer, and the result."""
+"""A row, its answer and its result; the client that sends rows."""
 
 from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple, Protocol
 
-from pydantic_core import from_json, to_json
-
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
-from serve_app.jobs.pacing import EngineLoad
+from serve_app.rows.pacing import EngineLoad
 
 MOST = 1 << 40
 """Larger numbers are not token counts."""
@@ -109,6 +107,10 @@ class RowAnswer(NamedTuple):
         return self.status == 413 or str(self.error.get("param") or "").startswith(fields)
 
 
+LostEngines = list[str | None]
+"""The engines that were lost with a row, by the ids of their replicas; None: the id isn't known."""
+
+
 class QuotaError(RequestError):
     """A quota of a row's tenant or key is used up. It says nothing about free places at the engines."""
 
@@ -117,7 +119,12 @@ class RowClient(Protocol):
     """A client that sends rows to the engines."""
 
     async def send(
-        self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None
+        self,
+        endpoint: str,
+        body: JSON,
+        scheduling: Scheduling,
+        models: Collection[str] | None,
+        lost: LostEngines,
     ) -> RowAnswer:
         """Send a row and return its answer.
 
@@ -126,6 +133,7 @@ class RowClient(Protocol):
             body: The body of the request.
             scheduling: The row's tier, its tenant, and the tenant's weight.
             models: Ids of the models that the row's batch may use; None: all.
+            lost: The engines that were lost with the row in earlier tries; gets further ones.
 
         Raises:
             QuotaError: The tenant or key of the row has no quota left now.
@@ -144,27 +152,6 @@ class RowClient(Protocol):
         """
 
 
-class BatchClient(RowClient, Protocol):
-    """A client that knows the models and adapters of a service."""
-
-    async def refresh(self, wake: bool = False) -> Collection[str]:
-        """Read which adapters are served now.
-
-        Args:
-            wake: Have a replica started of each model whose adapters are not known yet.
-
-        Returns:
-            The models whose adapters are not known yet: no replica has answered since this process started.
-        """
-
-    def base_of(self, model: str) -> str | None:
-        """Return the model whose engines run a model or an adapter; None: it isn't served now."""
-
-
-EXPIRED = ("batch_expired", "This request could not be executed before the completion window ended.")
-CANCELLED = ("batch_cancelled", "The batch was cancelled before this request was executed.")
-
-
 class Row(NamedTuple):
     """A row of the input.
 
@@ -177,11 +164,6 @@ class Row(NamedTuple):
     line: int
     text: bytes
     model: str | None = None
-
-    def body(self) -> JSON:
-        """Return the body to send, in the tier of batches."""
-        body: JSON = from_json(self.text)["body"]
-        return body | {"service_tier": "flex"}
 
 
 class Result(NamedTuple):
@@ -200,27 +182,3 @@ class Result(NamedTuple):
     is_error: bool
     is_unrun: bool = False
     tokens: RowTokens = NO_TOKENS
-
-
-def answered(batch: str, row: Row, status: int, body: JSON) -> Result:
-    """Return the result of a row that the engine answered, or refused."""
-    id = _id(batch, row)
-    response = {"status_code": status, "request_id": id, "body": body}
-    text = _line(id, row, response, None)
-    return Result(row.line, text, not 200 <= status < 300, tokens=tokens_of(body))
-
-
-def unrun(batch: str, row: Row, reason: tuple[str, str]) -> Result:
-    """Return the result of a row that was not run, since its batch expired or was cancelled."""
-    error = {"code": reason[0], "message": reason[1]}
-    return Result(row.line, _line(_id(batch, row), row, None, error), True, True)
-
-
-def _id(batch: str, row: Row) -> str:
-    # The id is the same in each try, so that a row's calls can be found together.
-    return f"batch_req_{batch.removeprefix('batch_')}_{row.line}"
-
-
-def _line(id: str, row: Row, response: JSON | None, error: JSON | None) -> bytes:
-    custom_id = from_json(row.text)["custom_id"]
-    return to_json({"id": id, "custom_id": custom_id, "response": response, "error": error}) + b"\n"

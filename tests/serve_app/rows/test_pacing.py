@@ -13,7 +13,7 @@ from batcher import BatchStats
 from batcher.stats import ContinuousStats
 from serve_app.api.protocol import JSON
 from serve_app.client import Backoff
-from serve_app.jobs.pacing import (
+from serve_app.rows.pacing import (
     CAREFUL_S,
     GROWING_S,
     STEADY_S,

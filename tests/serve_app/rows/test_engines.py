@@ -25,10 +25,10 @@ from serve_app.ingress.body import LARGE_BYTES
 from serve_app.ingress.engine_call import PoisonError
 from serve_app.ingress.models import MAX_AGE_S
 from serve_app.ingress.status import Health, ModelState
-from serve_app.jobs import engines
-from serve_app.jobs.engines import EngineClient
-from serve_app.jobs.pacing import EngineLoad
-from serve_app.jobs.rows import QuotaError, RowAnswer
+from serve_app.rows import engines
+from serve_app.rows.engines import EngineClient
+from serve_app.rows.pacing import EngineLoad
+from serve_app.rows.rows import QuotaError, RowAnswer
 from serve_app.settings.schema import parse
 from serve_app.settings.usage import Quota
 from serve_app.wire.frame import Head

@@ -23,8 +23,8 @@ from serve_app.ingress.body import look
 from serve_app.ingress.engine_call import EngineCall, Engines, unavailable
 from serve_app.ingress.models import ServedModels
 from serve_app.ingress.status import Health, Waker, replica_stats
-from serve_app.jobs.pacing import EngineLoad, engine_load
-from serve_app.jobs.rows import QuotaError, RowAnswer
+from serve_app.rows.pacing import EngineLoad, engine_load
+from serve_app.rows.rows import LostEngines, QuotaError, RowAnswer
 from serve_app.settings.schema import Settings
 from serve_app.stats import ReplicaStats
 from serve_app.wire.frame import Head
@@ -61,14 +61,14 @@ class EngineClient:
         self._salts = settings.salts
         self._keys = keys
         self.lost_calls: Counter[str] = Counter()
-        self._engines = dict(engines)
+        self._handles = dict(engines)
         self._health = health
         self._asked: Counter[str] = Counter()
         self._used: set[str] = set()
-        self._suspects = {model: asyncio.Lock() for model in self._engines}
-        self._models = ServedModels(settings.models, self._replicas, Waker(self._engines).wake, clock)
-        self._relays = {
-            model: Engines(handle, partial(health.running, model)) for model, handle in self._engines.items()
+        self._suspects = {model: asyncio.Lock() for model in self._handles}
+        self._models = ServedModels(settings.models, self._replicas, Waker(self._handles).wake, clock)
+        self._engines = {
+            model: Engines(handle, partial(health.running, model)) for model, handle in self._handles.items()
         }
 
     @property
@@ -84,13 +84,18 @@ class EngineClient:
         return self._models.unheard
 
     async def send(
-        self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
+        self,
+        endpoint: str,
+        body: JSON,
+        scheduling: Scheduling,
+        models: Collection[str] | None = None,
+        lost: LostEngines | None = None,
     ) -> RowAnswer:
         """Send a row and return its answer.
 
         A row that loses its Engine is sent to another Engine. After two lost Engines the row is a suspect: it
         may be the cause, or may only have run beside the cause. Suspects of a model run one at a time; a
-        suspect that loses a third Engine fails.
+        suspect that loses a third Engine fails. The Engines that earlier tries of the row lost count too.
 
         Raises:
             QuotaError: The tenant or key of the row has no quota left now.
@@ -108,13 +113,14 @@ class EngineClient:
         self._asked[model] += 1
         self._used.add(model)
         try:
-            return await self._send(model, request)
+            return await self._send(model, request, lost)
         finally:
             self._asked[model] -= 1
 
-    async def _send(self, model: str, request: RelayRequest) -> RowAnswer:
+    async def _send(self, model: str, request: RelayRequest, lost: LostEngines | None) -> RowAnswer:
         died = partial(self.lost_calls.update, [model])
-        call = EngineCall(self._relays[model].ask, request, died=died, alone=self._suspects[model])
+        alone = self._suspects[model]
+        call = EngineCall(self._engines[model].ask, request, died=died, alone=alone, lost=lost)
         try:
             return await answer_of(call)
         except RequestError:
@@ -145,7 +151,7 @@ class EngineClient:
 
     async def _replicas(self, model: str) -> list[ReplicaStats]:
         try:
-            return await replica_stats(self._engines[model], partial(self._health.running, model))
+            return await replica_stats(self._handles[model], partial(self._health.running, model))
         except Exception:
             # Without a load the pace stays as it is.
             return []

@@ -12,9 +12,9 @@ import pytest
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
-from serve_app.jobs.errors import RunError
-from serve_app.jobs.http import HTTPClient
-from serve_app.jobs.rows import RowAnswer
+from serve_app.rows.errors import RunError
+from serve_app.rows.http import HTTPClient
+from serve_app.rows.rows import RowAnswer
 from tests.progress import STILL_S
 from tests.serve_app.dataset.fake import FakeService, failure, listening
 

@@ -11,8 +11,8 @@ from serve_app.api.errors import RequestError
 from serve_app.api.facts import facts_of_call
 from serve_app.api.protocol import JSON, parse_body
 from serve_app.api.scheduling import Scheduling, SchedulingFields
-from serve_app.jobs.errors import RunError
-from serve_app.jobs.rows import RowAnswer
+from serve_app.rows.errors import RunError
+from serve_app.rows.rows import LostEngines, RowAnswer
 from serve_app.settings.environment import MESSAGES
 from serve_app.stats import ReplicaStats
 from serve_app.wire.request import RelayRequest
@@ -80,7 +80,12 @@ class HandleClient:
         self._engines: Any = None
 
     async def send(
-        self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
+        self,
+        endpoint: str,
+        body: JSON,
+        scheduling: Scheduling,
+        models: Collection[str] | None = None,
+        lost: LostEngines | None = None,
     ) -> RowAnswer:
         """Send a call of `/generate`, with the scheduling of its body.
 
@@ -91,7 +96,7 @@ class HandleClient:
         from ray.serve.exceptions import RayServeException
 
         from serve_app.ingress.engine_call import EngineCall, Engines, is_expected, unavailable
-        from serve_app.jobs.engines import HEADERS, answer_of
+        from serve_app.rows.engines import HEADERS, answer_of
 
         if self._engines is None:
             # This starts the handle's router, which may need the running loop.
@@ -110,7 +115,7 @@ class HandleClient:
             source="handle",
         )
         try:
-            return await answer_of(EngineCall(self._engines.ask, request))
+            return await answer_of(EngineCall(self._engines.ask, request, lost=lost))
         except RequestError:
             raise
         except Exception as error:

@@ -1,19 +1,20 @@
-"""The order of rows: the rows in memory, their places at the engines, and the shares of tenants."""
+"""The order of rows: rows of runs, their places at the engines, the shares of tenants, and the waits."""
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
-from contextlib import asynccontextmanager
-from typing import TypeVar
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from typing import Any
 
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
-from serve_app.jobs.errors import RunError
-from serve_app.jobs.pacing import Concurrency
-from serve_app.jobs.rows import Result, Row, RowAnswer
+from serve_app.rows.errors import RunError
+from serve_app.rows.pacing import Concurrency
+from serve_app.rows.rows import LostEngines, Result, Row, RowAnswer
 
 
-class BatchRun:
+class Run:
     """A batch or a dataset whose rows are sent.
 
     Args:
@@ -23,11 +24,11 @@ class BatchRun:
 
     Attributes:
         base: The model whose engines run its rows; None: the rows have several models, or it isn't known.
-        rows: Rows that are read and not yet sent.
+        rows: Rows that are read and not yet taken.
         in_flight: Rows that were taken and have no recorded result.
-        due: Events of rows in flight whose next try is due; each is set once the row has a place.
-        stopping: Set when no row may be sent any more.
+        due: Rows in flight whose next try is due.
         tries: The tries of its rows that are in progress.
+        stopping: Whether no row may be sent any more.
     """
 
     def __init__(self, endpoint: str, scheduling: Scheduling, models: Collection[str] | None = None) -> None:
@@ -37,9 +38,9 @@ class BatchRun:
         self.base: str | None = None
         self.rows: deque[Row] = deque()
         self.in_flight = 0
-        self.due: deque[asyncio.Event] = deque()
-        self.stopping = asyncio.Event()
-        self.tries: set[asyncio.Future[RowAnswer]] = set()
+        self.due: deque[TakenRow] = deque()
+        self.tries: set[asyncio.Task[Any]] = set()
+        self.stopping = False
 
     @property
     def tenant(self) -> str:
@@ -79,6 +80,85 @@ class BatchRun:
         """End the tries in progress, at the engines too; their rows get no result."""
         for one in self.tries:
             one.cancel()
+
+
+@dataclass(slots=True, eq=False)
+class TakenRow:
+    """A row in flight, with what its tries have met.
+
+    Attributes:
+        run: Its run.
+        row: The row.
+        placed: Whether it has a place at the engines.
+        tries: Times that it was sent.
+        failures: Failures that count.
+        faults: Times that each fault of the service (500) was its answer, by message.
+        answered: Rows of its model that were answered until its first try, and until its last failures.
+        lost: Engines that were lost with it.
+        due_at: When its next try is due, in seconds of the event loop's clock, while it waits.
+    """
+
+    run: Run
+    row: Row
+    placed: bool = False
+    tries: int = 0
+    failures: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    answered: list[int] = field(default_factory=list)
+    lost: LostEngines = field(default_factory=list)
+    due_at: float = 0.0
+
+    def __lt__(self, other: "TakenRow") -> bool:
+        return self.due_at < other.due_at
+
+
+class Waits:
+    """Rows in flight that wait for their next try: a heap with one timer.
+
+    Args:
+        changed: Called when rows have become due.
+    """
+
+    def __init__(self, changed: Callable[[], None]) -> None:
+        self._changed = changed
+        self._heap: list[TakenRow] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, taken: TakenRow, wait_s: float) -> None:
+        """Let a row wait; then it joins `Run.due`."""
+        taken.due_at = asyncio.get_running_loop().time() + wait_s
+        heappush(self._heap, taken)
+        self._set_timer()
+
+    def drop(self, run: Run) -> list[TakenRow]:
+        """Return the rows of a run, which wait no longer."""
+        dropped = [taken for taken in self._heap if taken.run is run]
+        self._heap = [taken for taken in self._heap if taken.run is not run]
+        heapify(self._heap)
+        return dropped
+
+    def close(self) -> None:
+        """End the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _set_timer(self) -> None:
+        first = self._heap[0].due_at
+        if self._timer is not None:
+            if self._timer.when() <= first:
+                return
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(first, self._end)
+
+    def _end(self) -> None:
+        self._timer = None
+        now = asyncio.get_running_loop().time()
+        while self._heap and self._heap[0].due_at <= now:
+            taken = heappop(self._heap)
+            taken.run.due.append(taken)
+        if self._heap:
+            self._set_timer()
+        self._changed()
 
 
 class Shares:
@@ -130,10 +210,8 @@ class Shares:
                 del self._next[tenant], self._rows[tenant]
 
 
-RunT = TypeVar("RunT", bound="BatchRun")
-
 FILL_ROWS = 32
-"""Rows that are taken at once: each blocks the event loop for a fraction of a millisecond."""
+"""Rows that get a place at once: each blocks the event loop for a fraction of a millisecond."""
 
 
 class Places:
@@ -175,65 +253,55 @@ class Places:
         for tenant in [name for name, count in counts.items() if not count and name not in tenants]:
             del counts[tenant]
 
-    def fill(self, heads: list[RunT]) -> Iterator[tuple[RunT, Row]]:
-        """Give free places to rows, to at most `FILL_ROWS` at once, and yield the rows that were newly taken.
+    def fill(self, heads: Sequence[Run]) -> list[TakenRow]:
+        """Give free places to rows, to at most `FILL_ROWS` at once, and return these rows.
 
         Args:
             heads: The next run of each tenant; each has rows, or rows whose next try is due.
         """
-        given = 0
+        heads = list(heads)
+        found: list[TakenRow] = []
         while heads and self.used < self._concurrency.limit:
-            if (given := given + 1) > FILL_ROWS:
+            if len(found) == FILL_ROWS:
                 self._changed()
-                return
+                break
             one = min(heads, key=lambda head: self._shares.turn(head.tenant, head.weight))
-            tenant = one.tenant
             if one.due:
-                self._give_place(one)
+                taken = one.due.popleft()
                 more = bool(one.due)
-            elif self._has_room(tenant, one.rows[0]):
-                row = one.rows.popleft()
-                self._take(one, row)
+            elif self._has_room(one.tenant, one.rows[0]):
+                taken = self._take(one)
                 more = bool(one.rows)
-                yield one, row
-            elif self._in_flight_of[tenant] > self._shares.of(tenant):
+            elif self._in_flight_of[one.tenant] > self._shares.of(one.tenant):
                 # Some rows wait for their next try, perhaps for hours, while rows of other tenants fit.
                 heads.remove(one)
                 continue
             else:
-                return
+                break
+            self._shares.start(one.tenant, one.weight)
+            taken.placed = True
+            found.append(taken)
             if not more:
                 heads.remove(one)
                 # More rows may be read, or another run of the tenant may be next.
                 self._changed()
+        return found
 
-    @asynccontextmanager
-    async def away(self, one: BatchRun) -> AsyncGenerator[None, None]:
-        """Return the context in which a row waits for its next try; after it, the row has a place."""
-        self._shares.end(one.tenant)
+    def wait(self, taken: TakenRow) -> None:
+        """Free the place of a row that waits for its next try."""
+        taken.placed = False
+        self._shares.end(taken.run.tenant)
         self._changed()
-        yield
-        placed = asyncio.Event()
-        one.due.append(placed)
-        if one.stopping.is_set():
-            self.stop(one)
-        self._changed()
-        await placed.wait()
 
-    def stop(self, one: BatchRun) -> None:
-        """Stop sending rows of a run. Rows that are due get places only to end."""
-        one.stopping.set()
-        while one.due:
-            self._give_place(one)
-
-    def leave(self, one: BatchRun, row: Row) -> None:
+    def leave(self, taken: TakenRow) -> None:
         """Count a row that is no longer in flight."""
-        tenant = one.tenant
-        self._shares.end(tenant)
-        one.in_flight -= 1
+        run = taken.run
+        if taken.placed:
+            self._shares.end(run.tenant)
+        run.in_flight -= 1
         self.in_flight -= 1
-        self._in_flight_of[tenant] -= 1
-        self._bytes -= len(row.text)
+        self._in_flight_of[run.tenant] -= 1
+        self._bytes -= len(taken.row.text)
 
     def _has_room(self, tenant: str, row: Row) -> bool:
         """Return whether a row of a tenant may be taken; the tenant's first row always may."""
@@ -241,14 +309,10 @@ class Places:
         fits = self._bytes + len(row.text) <= self._max_bytes
         return not in_flight or (fits and in_flight < self._concurrency.limit)
 
-    def _take(self, one: BatchRun, row: Row) -> None:
-        tenant = one.tenant
-        self._shares.start(tenant, one.weight)
-        one.in_flight += 1
+    def _take(self, run: Run) -> TakenRow:
+        taken = TakenRow(run, run.rows.popleft())
+        run.in_flight += 1
         self.in_flight += 1
-        self._in_flight_of[tenant] += 1
-        self._bytes += len(row.text)
-
-    def _give_place(self, one: BatchRun) -> None:
-        self._shares.start(one.tenant, one.weight)
-        one.due.popleft().set()
+        self._in_flight_of[run.tenant] += 1
+        self._bytes += len(taken.row.text)
+        return taken

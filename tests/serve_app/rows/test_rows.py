@@ -1,34 +1,10 @@
-"""Rows, results, and their tokens."""
+"""The tokens of answers."""
 
 from typing import Any
 
 import pytest
-from pydantic_core import from_json
 
-from serve_app.jobs.rows import EXPIRED, NO_TOKENS, Row, RowTokens, answered, together, tokens_of, unrun
-from tests.serve_app.jobs.helpers import row, text_of
-
-ROW = Row(7, text_of(row("ü\n", body={"model": "demo", "service_tier": "priority"})))
-
-
-def test_a_row_is_sent_as_flex_whatever_it_says() -> None:
-    assert ROW.body() == {"model": "demo", "service_tier": "flex"}
-
-
-def test_a_result_is_one_line() -> None:
-    result = answered("batch_1", ROW, 200, {"text": "a\nb"})
-    assert (result.line, result.is_error, result.is_unrun) == (7, False, False)
-    assert result.text.count(b"\n") == 1
-    assert from_json(result.text)["custom_id"] == "ü\n"
-    assert from_json(result.text)["id"] == "batch_req_1_7"
-
-
-def test_other_statuses_are_errors() -> None:
-    assert answered("batch_1", ROW, 404, {}).is_error
-    assert not answered("batch_1", ROW, 201, {}).is_error
-    result = unrun("batch_1", ROW, EXPIRED)
-    assert (result.is_error, result.is_unrun) == (True, True)
-    assert from_json(result.text)["response"] is None
+from serve_app.rows.rows import NO_TOKENS, RowTokens, together, tokens_of
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from serve_app.api.headers import KEEP_ALIVE
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.client import ServiceError, base_url, connection, error_of, json_of, retry_after_s
-from serve_app.jobs.errors import RunError
-from serve_app.jobs.rows import RowAnswer
+from serve_app.rows.errors import RunError
+from serve_app.rows.rows import LostEngines, RowAnswer
 from serve_app.stats import ReplicaStats, ServiceStats
 
 STATS_TIMEOUT_S = 10.0
@@ -81,9 +81,14 @@ class HTTPClient:
         self._pools = [_Pool(self._pool())]
 
     async def send(
-        self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
+        self,
+        endpoint: str,
+        body: JSON,
+        scheduling: Scheduling,
+        models: Collection[str] | None = None,
+        lost: LostEngines | None = None,
     ) -> RowAnswer:
-        """Send a row and return its answer."""
+        """Send a row and return its answer. The service itself counts the engines that a request loses."""
         try:
             with self._pooled() as http:
                 response = await http.post(f"{self.url}{endpoint}", content=to_json(body), headers=HEADERS)

@@ -9,9 +9,9 @@ from ray.serve.exceptions import BackPressureError
 from serve_app.api.errors import EngineLostError, RequestError, engine_failed
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import TIER_PRIORITY, Scheduling
-from serve_app.jobs.errors import RunError
-from serve_app.jobs.handle import HandleClient
-from serve_app.jobs.rows import RowAnswer
+from serve_app.rows.errors import RunError
+from serve_app.rows.handle import HandleClient
+from serve_app.rows.rows import RowAnswer
 from tests.progress import STILL_S
 from tests.serve_app.jobs.generate_handle import Handle, put_in_place
 

@@ -1,13 +1,11 @@
-"""A row until its final answer."""
+"""One try of a row, and what follows from its answer."""
 
 import asyncio
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Collection
-from contextlib import asynccontextmanager
+from collections.abc import Collection
 from typing import Any
 
-import pytest
 from pydantic_core import from_json
 
 from serve_app.api.errors import RequestError
@@ -15,11 +13,11 @@ from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.client import Backoff
 from serve_app.ingress.body import LARGE_BYTES
-from serve_app.jobs import rows
 from serve_app.jobs.batches import OpenBatch
-from serve_app.jobs.pacing import Auto, Fixed
-from serve_app.jobs.rows import QuotaError, Row, RowAnswer
-from serve_app.jobs.sender import Sender
+from serve_app.rows.pacing import Auto, Fixed
+from serve_app.rows.places import TakenRow
+from serve_app.rows.rows import QuotaError, Result, Row, RowAnswer
+from serve_app.rows.tries import Again, Sender
 from tests.progress import STILL_S
 from tests.serve_app.jobs.engine import Served
 from tests.serve_app.jobs.helpers import batch_of, row, text_of
@@ -35,7 +33,12 @@ class Script(Served):
         self._answers = list(answers)
 
     async def send(
-        self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
+        self,
+        endpoint: str,
+        body: JSON,
+        scheduling: Scheduling,
+        models: Collection[str] | None = None,
+        lost: Any = None,
     ) -> RowAnswer:
         """Return the next answer."""
         answer = self._answers.pop(0)
@@ -56,12 +59,22 @@ class Waits(Backoff):
 noted: list[tuple[int, float | None]] = []
 
 
+def taken_row(row: Row = ROW) -> TakenRow:
+    return TakenRow(OpenBatch(BATCH), row)
+
+
+async def sent(sender: Sender, taken: TakenRow) -> Result | None:
+    """Send a row until it has its result."""
+    while isinstance(found := await sender.try_once(taken), Again):
+        pass
+    return found
+
+
 async def test_retry_after_is_kept() -> None:
     noted.clear()
     full = RequestError(429, "rate_limit_error", "full", retry_after_s=7.0)
     client = Script(RowAnswer(429, {}, 5.0), full, ConnectionError("reset"), RowAnswer(200, {"ok": True}))
-    sender = Sender(client, Fixed(1), Waits(), 0)
-    result = await sender.send(OpenBatch(BATCH), ROW)
+    result = await sent(Sender(client, Fixed(1), Waits(), 0), taken_row())
     assert result is not None
     assert not result.is_error
     assert noted == [(1, 5.0), (2, 7.0), (3, None)]
@@ -70,30 +83,9 @@ async def test_retry_after_is_kept() -> None:
 async def test_a_final_error_is_not_tried_again() -> None:
     poison = RequestError(503, "service_unavailable", "it ended three engines", final=True)
     for answer in (poison, RowAnswer(503, {}, final=True)):
-        result = await Sender(Script(answer), Fixed(1), Backoff(), 8).send(OpenBatch(BATCH), ROW)
-        assert result is not None
+        result = await Sender(Script(answer), Fixed(1), Backoff(), 8).try_once(taken_row())
+        assert isinstance(result, Result)
         assert result.is_error
-
-
-async def test_a_row_is_away_while_it_waits_for_a_try() -> None:
-    waiting = 0
-
-    @asynccontextmanager
-    async def away() -> AsyncGenerator[None, None]:
-        nonlocal waiting
-        waiting += 1
-        yield
-        waiting -= 1
-
-    one = OpenBatch(BATCH)
-    sender = Sender(Script(RowAnswer(503, {})), Fixed(1), Backoff(3600.0, 3600.0), 0)
-    sending = asyncio.create_task(sender.send(one, ROW, away))
-    for _ in range(10):
-        await asyncio.sleep(0)
-    assert waiting == 1
-    one.stopping.set()
-    assert await sending is None
-    assert waiting == 0
 
 
 async def test_a_refusal_by_an_engine_lowers_the_limit_unlike_a_quota_s() -> None:
@@ -101,16 +93,36 @@ async def test_a_refusal_by_an_engine_lowers_the_limit_unlike_a_quota_s() -> Non
     refused = QuotaError(429, "rate_limit_error", "none left", retry_after_s=36_000.0)
     limit = Auto(first=8)
     sender = Sender(Script(refused, RowAnswer(200, {})), limit, Waits(), 0)
-    assert await sender.send(OpenBatch(BATCH), ROW) is not None
+    assert await sent(sender, taken_row()) is not None
     assert (limit.limit, noted) == (8, [(1, 36_000.0)])
     sender = Sender(Script(RowAnswer(429, {}), RowAnswer(200, {})), limit, Waits(), 0)
-    assert await sender.send(OpenBatch(BATCH), ROW) is not None
+    assert await sent(sender, taken_row()) is not None
     assert limit.limit == 4
 
 
-async def test_a_large_row_is_read_and_answered_beside_the_loop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_row_carries_the_engines_that_were_lost_with_it() -> None:
+    class Losing(Script):
+        """A client that loses an engine with each try."""
+
+        async def send(
+            self,
+            endpoint: str,
+            body: JSON,
+            scheduling: Scheduling,
+            models: Collection[str] | None = None,
+            lost: Any = None,
+        ) -> RowAnswer:
+            """Answer, and note the loss."""
+            lost.append(f"engine {len(lost)}")
+            return await super().send(endpoint, body, scheduling)
+
+    full = RowAnswer(429, {})
+    taken = taken_row()
+    assert await sent(Sender(Losing(full, full, RowAnswer(200, {})), Fixed(1), Waits(), 0), taken)
+    assert (taken.tries, taken.lost) == (3, ["engine 0", "engine 1", "engine 2"])
+
+
+async def test_a_large_row_is_read_and_answered_beside_the_loop() -> None:
     class Body(dict[str, Any]):
         """A body that can be watched."""
 
@@ -118,7 +130,12 @@ async def test_a_large_row_is_read_and_answered_beside_the_loop(
         """A client that needs a row for a moment."""
 
         async def send(
-            self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
+            self,
+            endpoint: str,
+            body: JSON,
+            scheduling: Scheduling,
+            models: Collection[str] | None = None,
+            lost: Any = None,
         ) -> RowAnswer:
             """Forget the row, and answer once it is gone."""
             loop, gone = asyncio.get_running_loop(), asyncio.Event()
@@ -130,25 +147,30 @@ async def test_a_large_row_is_read_and_answered_beside_the_loop(
             forgotten.append(watched() is None)
             return RowAnswer(200, {})
 
+    class Watched(OpenBatch):
+        """A batch that notes the threads of its rows."""
+
+        def body(self, row: Row) -> JSON:
+            """Note the thread."""
+            threads.add(threading.get_ident())
+            return Body(from_json(row.text)["body"])
+
+        def result(self, row: Row, answer: RowAnswer, tries: int) -> Result:
+            """Note the thread."""
+            threads.add(threading.get_ident())
+            return super().result(row, answer, tries)
+
     forgotten: list[bool] = []
-    threads = set()
-
-    def parsed(text: bytes) -> JSON:
-        threads.add(threading.get_ident())
-        found: JSON = from_json(text)
-        return found | {"body": Body(found["body"])}
-
-    monkeypatch.setattr(rows, "from_json", parsed)
-    monkeypatch.setattr(Row, "body", lambda self: parsed(self.text)["body"])
+    threads: set[int] = set()
     large = Row(1, text_of(row("x", body={"model": "demo", "prompt": "x" * LARGE_BYTES})))
-    result = await Sender(Taking(), Fixed(1), Backoff(), 0).send(OpenBatch(BATCH), large)
-    assert result is not None
+    sender = Sender(Taking(), Fixed(1), Backoff(), 0)
+    assert isinstance(await sender.try_once(TakenRow(Watched(BATCH), large)), Result)
     assert forgotten == [True]
+    assert threads
     assert threading.get_ident() not in threads
 
 
 async def test_a_row_has_no_result_once_it_is_stopped() -> None:
-    one = OpenBatch(BATCH)
-    one.stopping.set()
-    sender = Sender(Script(), Fixed(1), Backoff(), 0)
-    assert await sender.send(one, ROW) is None
+    taken = taken_row()
+    taken.run.stopping = True
+    assert await Sender(Script(), Fixed(1), Backoff(), 0).try_once(taken) is None

@@ -1,0 +1,30 @@
+"""Rows of a batch as they are sent, and the lines of its results."""
+
+from pydantic_core import from_json
+
+from serve_app.jobs.batches import OpenBatch
+from serve_app.jobs.lines import EXPIRED, answered, unrun
+from serve_app.rows.rows import Row
+from tests.serve_app.jobs.helpers import batch_of, row, text_of
+
+ROW = Row(7, text_of(row("ü\n", body={"model": "demo", "service_tier": "priority"})))
+
+
+def test_a_row_is_sent_as_flex_whatever_it_says() -> None:
+    assert OpenBatch(batch_of("b", "in")).body(ROW) == {"model": "demo", "service_tier": "flex"}
+
+
+def test_a_result_is_one_line() -> None:
+    result = answered("batch_1", ROW, 200, {"text": "a\nb"})
+    assert (result.line, result.is_error, result.is_unrun) == (7, False, False)
+    assert result.text.count(b"\n") == 1
+    assert from_json(result.text)["custom_id"] == "ü\n"
+    assert from_json(result.text)["id"] == "batch_req_1_7"
+
+
+def test_other_statuses_are_errors() -> None:
+    assert answered("batch_1", ROW, 404, {}).is_error
+    assert not answered("batch_1", ROW, 201, {}).is_error
+    result = unrun("batch_1", ROW, EXPIRED)
+    assert (result.is_error, result.is_unrun) == (True, True)
+    assert from_json(result.text)["response"] is None
