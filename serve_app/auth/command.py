@@ -16,6 +16,7 @@ from serve_app.auth.keys import Key, expired_keys, hash_key, new_key, plain_keys
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.usage import Quota
 from serve_app.system.command_line import WrongInput, run
+from serve_app.system.tables import text_table
 from serve_app.system.yaml_text import dump
 
 Command = TypeVar("Command", bound=Callable[..., object])
@@ -140,10 +141,8 @@ def list_(file: Path, as_json: bool) -> None:
         print(json.dumps([key.describe(now) for key in found], indent=1))
         return
     head = ("name", "tenant", "state", "expires", "tiers", "models", "limits", "from", "")
-    rows = [head, *(_row(key, now) for key in found)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    rows = [_row(key, now) for key in found]
+    print("\n".join(text_table(head, rows, left=range(len(head)))))
 
 
 @keys.command()

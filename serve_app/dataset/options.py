@@ -105,6 +105,23 @@ class GroupedCommand(click.Command):
 SECONDS = Number(0, min_open=True)
 
 
+class _Whole(click.ParamType[int]):
+    """A whole number; the help doesn't show its range, whose end says nothing.
+
+    Args:
+        least: The least number.
+    """
+
+    name = "integer"
+
+    def __init__(self, least: int) -> None:
+        self._range = click.IntRange(least, sys.maxsize)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return the number."""
+        return self._range.convert(value, param, ctx)
+
+
 class _Concurrency(click.ParamType["int | str"]):
     """A number of calls, or `auto`."""
 
@@ -114,7 +131,7 @@ class _Concurrency(click.ParamType["int | str"]):
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> int | Literal["auto"]:
         """Return the number, or "auto"."""
-        return "auto" if value == "auto" else click.IntRange(1, sys.maxsize).convert(value, param, ctx)
+        return "auto" if value == "auto" else _Whole(1).convert(value, param, ctx)
 
 
 def _option(name: str, help: str, *others: str, **attributes: Any) -> click.Option:
@@ -222,7 +239,7 @@ GROUPS: dict[str, list[click.Parameter]] = {
         _option(
             "--limit",
             "Take the first N rows; 10 are enough for a first look at the answers.",
-            type=click.IntRange(1, sys.maxsize),
+            type=_Whole(1),
             metavar="N",
         ),
         _option(
@@ -258,7 +275,7 @@ GROUPS: dict[str, list[click.Parameter]] = {
             "Times that a failed row is sent again, after 0.5 s, 1 s, 2 s up to 60 s, or the time that the "
             "service asks for. 20 outlast about ten minutes without a service. A full queue (429) is waited "
             "out and doesn't count.",
-            type=click.IntRange(0, sys.maxsize),
+            type=_Whole(0),
             default=20,
             metavar="N",
         ),

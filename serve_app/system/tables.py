@@ -45,7 +45,7 @@ def table(
     widths = {
         place: max(cell_len(str(line[place])) for line in (heads, *lines))
         for place in range(len(heads))
-        if any(len(row[place]) for row in rows)
+        if not rows or any(len(row[place]) for row in rows)
     }
     while sum(widths.values()) + GAP * (len(widths) - 1) > width:
         ranked = {place: rank for place, rank in (ranks or {}).items() if place in widths}
