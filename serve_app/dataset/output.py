@@ -49,8 +49,6 @@ RESULTS = Results(METADATA)
 RUN = sa.Table("run", METADATA, sa.Column("name", sa.Text(), primary_key=True), sa.Column("value", sa.Text()))
 """`options`, `input` and `totals` of the run, and whether it is `complete`."""
 
-FILES = sa.select(RESULTS.table.c.batch).distinct().order_by(RESULTS.table.c.batch)
-
 TOTALS = sa.select(RUN.c.value).where(RUN.c.name == "totals")
 
 FAILING = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR}
@@ -272,7 +270,7 @@ class Output:
 
         Files that are no longer in the input come last.
         """
-        others = [row["batch"] for row in self._db.rows(FILES) if row["batch"] not in set(self._files)]
+        others = sorted(RESULTS.runs(self._db) - {*self._files})
         for file, name in enumerate([*self._files, *others]):
             for line, text in RESULTS.texts(self._db, name):
                 yield file, line, text

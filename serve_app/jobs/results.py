@@ -25,6 +25,9 @@ LONG_BYTES = 512
 READ_LINES = 64
 """Lines that are read at once."""
 
+REMOVED_LINES = 1000
+"""Lines that are removed in one transaction."""
+
 
 class _Line(sa.types.TypeDecorator[bytes]):
     """A line of JSON, which begins with a brace; a compressed line begins with another byte."""
@@ -110,9 +113,19 @@ class Results:
             yield from ((row["line"], row["text"]) for row in rows)
             at = rows[-1]["line"]
 
-    def remove(self, db: Connection, run: str) -> None:
-        """Remove the results of a run."""
-        db.execute(sa.delete(self.table).where(self.table.c.batch == run))
+    def runs(self, database: Database) -> set[str]:
+        """Return the runs that have results."""
+        return {row["batch"] for row in database.rows(sa.select(self.table.c.batch).distinct())}
+
+    def remove(self, database: Database, run: str) -> None:
+        """Remove the results of a run, in transactions that are short: other writers wait for each."""
+        table = self.table
+        lines = sa.select(table.c.line).where(table.c.batch == run).limit(REMOVED_LINES)
+        query = sa.delete(table).where(table.c.batch == run, table.c.line.in_(lines.scalar_subquery()))
+        removed = REMOVED_LINES
+        while removed == REMOVED_LINES:
+            with database.transaction() as db:
+                removed = db.execute(query).rowcount
 
 
 def slices(items: Sequence[T]) -> Iterable[Sequence[T]]:

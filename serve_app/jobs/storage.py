@@ -73,10 +73,11 @@ def delete_contents(store: Store, content: Contents, ids: Sequence[str]) -> None
 
 
 def delete_noted(store: Store, content: Contents) -> int:
-    """Delete the contents that earlier processes left, and return their number.
+    """Delete the contents and the results that earlier processes left; return the number of contents.
 
     Must not run while a file is being added.
     """
+    store.remove_left_results()
     ids = store.noted_contents()
     # The ids were read before any takeover. A process that takes over later may be adding a file.
     store.check_owner()
@@ -142,6 +143,7 @@ def close(store: Store, content: Contents, batch: Batch, now: int) -> None:
     # Before `end`: afterwards nothing looks for the plan.
     content.remove(plan_id(batch.id))
     store.end(batch.id, to, now, batch.errors)
+    store.remove_results(batch.id)
 
 
 def give_up(store: Store, content: Contents, id: str, reason: str, now: int) -> None:
@@ -161,6 +163,7 @@ def give_up(store: Store, content: Contents, id: str, reason: str, now: int) -> 
     _export(store, content, store.batch(id))
     content.remove(plan_id(id))
     store.end(id, "failed", now, [batch_error("content_lost", f"{reason}; the results until then are kept")])
+    store.remove_results(id)
 
 
 def _export(store: Store, content: Contents, batch: Batch) -> None:

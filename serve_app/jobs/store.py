@@ -332,7 +332,7 @@ class Store:
     def end(self, id: str, to: State, now: int, errors: Sequence[JSON] = ()) -> None:
         """Move a batch to a final state. Its output and error file become files of the tenant.
 
-        Its results leave the table: both files must have them.
+        Both files must have its results, which `remove_results` removes from the table.
 
         Args:
             id: The batch.
@@ -346,7 +346,6 @@ class Store:
         with self._transaction() as db:
             batch = _change_state(db, id, to, now, {"errors": list(errors)})
             _add_results(db, batch, now)
-            RESULTS.remove(db, id)
 
     def record(self, results: Mapping[str, Sequence[Result]]) -> None:
         """Commit results of batches, all of them or none; results that are committed already are skipped.
@@ -361,6 +360,15 @@ class Store:
             ]
             if counts and db.execute(COUNT, counts).rowcount != len(counts):
                 raise AssertionError(f"{[*results]}: not all of them are open")
+
+    def remove_results(self, id: str) -> None:
+        """Remove the results of a batch that has ended."""
+        RESULTS.remove(self._database, id)
+
+    def remove_left_results(self) -> None:
+        """Remove the results of all batches that have ended."""
+        for id in RESULTS.runs(self._database) - {batch.id for batch in self.open_batches()}:
+            self.remove_results(id)
 
     def finished(self, id: str, first: int, last: int) -> set[int]:
         """Return which of the input lines from `first` to `last` of an open batch have a result."""

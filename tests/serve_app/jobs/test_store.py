@@ -193,7 +193,18 @@ def test_the_results_of_a_batch_that_ended_are_files(store: Store) -> None:
     size = len(result(1).text)
     assert (file.bytes, file.purpose, file.expires_at) == (size, "batch_output", NOW + 5 + DAY_S)
     assert store.contents() == {"in", "file-b-out"}
-    assert store.finished("b", 1, 1) == set()
+
+
+def test_results_of_ended_batches_are_removed_in_parts(store: Store) -> None:
+    for id in ("ended", "open"):
+        store.add_batch(batch_of(id, "in"), 2)
+        store.move(id, "in_progress", NOW, total=2500)
+        store.record({id: [result(line) for line in range(1, 2501)]})
+    store.move("ended", "finalizing", NOW)
+    store.end("ended", "completed", NOW)
+    store.remove_left_results()
+    assert store.finished("ended", 1, 2500) == set()
+    assert len(store.finished("open", 1, 2500)) == 2500
 
 
 def test_a_file_that_an_open_batch_reads_stays(store: Store) -> None:
