@@ -25,7 +25,7 @@ FIRST_POLL_S, MOST_POLL_S = 0.25, 5.0
 """Seconds between two looks at a batch: at first, and at most."""
 
 RUN = "saturate_run"
-"""Key of the batch's metadata by which a run finds the batch that it created."""
+"""Key of the batch's metadata by which a run finds the batch that it created. Its file has it in the name."""
 
 SKEW_S = 86_400
 """Seconds by which the clocks of this machine and of the service may differ."""
@@ -136,7 +136,7 @@ class APIRun:
             with self._client:
                 note = self._note()
                 batch = self._wait(note)
-                if batch["status"] == "failed":
+                if batch["status"] == "failed" and not batch["request_counts"]["total"]:
                     self._note_path.unlink(missing_ok=True)
                     raise CommandError(_refusal(self._input, batch))
                 self._download(batch["output_file_id"], self.output)
@@ -170,15 +170,16 @@ class APIRun:
                     f"{self._input}: not the file of the batch in {self._note_path}; name another OUTPUT, or "
                     "begin anew with --overwrite"
                 )
+        again = note is not None
         if note is None:
             note = {"input": digest, "run": uuid4().hex, "at": int(time.time()), "file": None, "batch": None}
             self._write_note(note)
         if note["file"] is None:
             self._display.say(f"uploading {self._input} ({self._input.stat().st_size:,} bytes)")
-            note["file"] = self._upload()
+            note["file"] = self._upload(note, again)
             self._write_note(note)
         if note["batch"] is None:
-            note["batch"] = self._create(note, endpoint)
+            note["batch"] = self._create(note, endpoint, again)
             self._write_note(note)
         self._display.say(f"batch {note['batch']}")
         return note
@@ -199,52 +200,82 @@ class APIRun:
             raise CommandError(f"{self._input}: has no rows")
         return digest.hexdigest(), endpoint
 
-    def _upload(self) -> str:
+    def _upload(self, note: JSON, again: bool) -> str:
+        name = f"{note['run']}-{self._input.name}"
+
         def send() -> httpx.Response:
             with self._input.open("rb") as file:
-                form = {"purpose": "batch"}
                 return self._client.http.post(
-                    "/v1/files", data=form, files={"file": (self._input.name, file)}
+                    "/v1/files", data={"purpose": "batch"}, files={"file": (name, file)}
                 )
 
-        return str(self._call("upload", send, "id")["id"])
+        return self._made("upload", "/v1/files", send, note, lambda file: file.get("filename") == name, again)
 
-    def _create(self, note: JSON, endpoint: str) -> str:
+    def _create(self, note: JSON, endpoint: str, again: bool) -> str:
         body = {
             "input_file_id": note["file"],
             "endpoint": endpoint,
             "completion_window": self._window,
             "metadata": {RUN: note["run"]},
         }
-        tried = False
 
-        def send() -> httpx.Response:
-            nonlocal tried
-            if tried and (found := self._find(note)):
+        def is_mine(batch: JSON) -> bool:
+            metadata = batch.get("metadata")
+            return isinstance(metadata, dict) and metadata.get(RUN) == note["run"]
+
+        send = partial(self._client.http.post, "/v1/batches", json=body)
+        return self._made("create", "/v1/batches", send, note, is_mine, again)
+
+    def _made(
+        self,
+        what: str,
+        path: str,
+        send: Callable[[], httpx.Response],
+        note: JSON,
+        is_mine: Callable[[JSON], bool],
+        again: bool,
+    ) -> str:
+        """Make a file or a batch once, also if the answer of an earlier try was lost; return its id.
+
+        Args:
+            what: Name of the call, for messages.
+            path: The route, which lists what was made.
+            send: Makes the file or the batch.
+            note: The note of the run.
+            is_mine: Returns whether an item of the list belongs to this run.
+            again: Whether an earlier process may have made it.
+        """
+        unsure = again
+
+        def once() -> httpx.Response:
+            nonlocal unsure
+            if unsure and (found := self._find(path, note, is_mine)):
                 return httpx.Response(200, json=found)
-            tried = True
-            return self._client.http.post("/v1/batches", json=body)
+            unsure = True
+            try:
+                return send()
+            except httpx.ConnectError:
+                # Nothing was sent.
+                unsure = False
+                raise
 
-        # A note without a batch may come from a run that ended before it had the answer.
-        if batch := self._find(note):
-            return str(batch["id"])
-        return str(self._call("create", send, "id")["id"])
+        return str(self._call(what, once, "id")["id"])
 
-    def _find(self, note: JSON) -> JSON | None:
-        """Return the batch that this run created, if any; the newest batches are listed first."""
+    def _find(self, path: str, note: JSON, is_mine: Callable[[JSON], bool]) -> JSON | None:
+        """Return what this run made, if anything; the newest items are listed first."""
         after: JSON = {}
         while True:
             params = {"limit": 100, **after}
-            page = self._call("list", partial(self._client.http.get, "/v1/batches", params=params), "data")
-            if (batch := _of_run(page, note["run"])) is not None:
-                return batch
-            batches = page["data"]
-            if not page.get("has_more") or not isinstance(batches, list) or not batches:
+            page = self._call("list", partial(self._client.http.get, path, params=params), "data")
+            data = page["data"]
+            items = [one for one in data if isinstance(one, dict)] if isinstance(data, list) else []
+            if mine := [one for one in items if "id" in one and is_mine(one)]:
+                return mine[0]
+            if not page.get("has_more") or not items:
                 return None
-            last = batches[-1]
-            if last["created_at"] < note.get("at", 0) - SKEW_S:
+            if items[-1]["created_at"] < note.get("at", 0) - SKEW_S:
                 return None
-            after = {"after": last["id"]}
+            after = {"after": items[-1]["id"]}
 
     def _shown(self, batch: JSON) -> Shown:
         counts = batch["request_counts"]
@@ -346,16 +377,6 @@ def _endpoint(input: Path, line: bytes) -> str:
             '{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {...}}'
         )
     return url
-
-
-def _of_run(found: JSON, run: str) -> JSON | None:
-    """Return the batch of a run in a list of batches; None: not in the list."""
-    batches = found.get("data")
-    for batch in batches if isinstance(batches, list) else []:
-        metadata = batch.get("metadata") if isinstance(batch, dict) else None
-        if isinstance(metadata, dict) and metadata.get(RUN) == run and "id" in batch:
-            return dict(batch)
-    return None
 
 
 def errors_of(batch: JSON) -> list[str]:

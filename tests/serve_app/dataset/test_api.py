@@ -70,17 +70,17 @@ def test_failed_rows_are_in_a_file_of_their_own(url: str, tmp_path: Path) -> Non
     assert ids(tmp_path / "out.errors.jsonl") == {"bad"}
 
 
-@pytest.mark.parametrize("status", ["cancelled", "expired"])
+@pytest.mark.parametrize("status", ["cancelled", "expired", "failed"])
 def test_a_batch_that_ends_early_is_not_done(
     status: str, httpserver: Callable[[Any], str], requests: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reason = {"code": "api_key_disabled", "message": "The API key 'ada' is disabled", "line": None}
-    counts = {"total": 0, "completed": 0, "failed": 0}
+    counts = {"total": 2, "completed": 0, "failed": 0}
     page = {"id": "b", "status": status, "request_counts": counts, "errors": {"data": [reason]}, "data": []}
     files = {"output_file_id": None, "error_file_id": None}
     assert batch(requests, "--url", httpserver(page | files)) == 3
     printed = capsys.readouterr()
-    assert printed.out == f"{status}: 0 of 0 rows have an answer; there is no output\n"
+    assert printed.out == f"{status}: 0 of 2 rows have an answer; there is no output\n"
     assert "The API key 'ada' is disabled" in printed.err
 
 
@@ -132,14 +132,42 @@ def run_of(requests: Path, url: str, calls: Calls, **options: Any) -> APIRun:
     return APIRun(requests, None, url=url, transport=calls, sleep=lambda _: None, quiet=True, **options)
 
 
-def test_a_lost_answer_creates_no_second_batch(url: str, requests: Path) -> None:
-    calls = Calls(
-        lambda request, count: (
-            "after" if (request.method, request.url.path, count) == ("POST", "/v1/batches", 1) else None
-        )
-    )
+def made(url: str) -> list[int]:
+    """Return the numbers of the uploads and of the batches in the service."""
+    paths = ("files?purpose=batch", "batches")
+    answers = [httpx.get(f"{url}/v1/{path}", headers={"authorization": "Bearer none"}) for path in paths]
+    return [len(answer.json()["data"]) for answer in answers]
+
+
+def test_lost_answers_make_no_second_upload_or_batch(url: str, requests: Path) -> None:
+    calls = Calls(lambda request, count: "after" if (request.method, count) == ("POST", 1) else None)
     assert run_of(requests, url, calls).run()["status"] == "completed"
-    assert len(httpx.get(f"{url}/v1/batches", headers={"authorization": "Bearer none"}).json()["data"]) == 1
+    assert calls.made.count(("POST", "/v1/files")) == calls.made.count(("POST", "/v1/batches")) == 1
+    assert made(url) == [1, 1]
+
+
+def lost(path: str) -> Callable[[httpx.Request, int], str | None]:
+    """Return a fault: the answer to the first POST of a path is lost."""
+    return lambda request, count: (
+        "after" if (request.method, request.url.path, count) == ("POST", path, 1) else None
+    )
+
+
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/batches"])
+def test_a_command_that_ended_before_its_answer_makes_nothing_twice(
+    url: str, requests: Path, path: str
+) -> None:
+    class EndedError(BaseException):
+        pass
+
+    def wait(_: float) -> None:
+        raise EndedError
+
+    first = APIRun(requests, None, url=url, transport=Calls(lost(path)), sleep=wait, quiet=True)
+    with pytest.raises(EndedError):
+        first.run()
+    assert run_of(requests, url, Calls(lambda *_: None)).run()["status"] == "completed"
+    assert made(url) == [1, 1]
 
 
 def test_a_service_that_comes_back_is_waited_for(url: str, requests: Path) -> None:
@@ -195,7 +223,7 @@ def test_a_list_of_something_else_is_no_batch(url: str, requests: Path, path: st
                 return httpx.Response(200, request=request, json=body)
             return super().handle_request(request)
 
-    run = run_of(requests, url, Odd(lambda request, count: None))
+    run = run_of(requests, url, Odd(lost(path)))
     if isinstance(body, dict):
         assert run.run()["status"] == "completed"
     else:
