@@ -47,7 +47,8 @@ async def inject(service: Service, victim: str, number: signal.Signals) -> Recov
     async with load.running():
         await load.wait_for(6)
         pid = min(others)
-        # In the middle of streams, some of which it carries.
+        # In the middle of calls, some of which it carries.
+        await asyncio.to_thread(wait_until, partial(all_busy, service), every_s=0.05)
         os.kill(pid, number)
         at = time.monotonic()
         await load.wait_for(12, LIMIT_S)
@@ -59,6 +60,13 @@ async def inject(service: Service, victim: str, number: signal.Signals) -> Recov
         found.recovered_s = time.monotonic() - at
         await load.wait_for(2)
     return found
+
+
+def all_busy(service: Service) -> bool:
+    """Return whether each replica of the demo model runs a call."""
+    stats = httpx.get(f"{service.url}/stats", timeout=30).json()
+    replicas = stats["models"]["demo"]["replicas"]
+    return len(replicas) == engines(service.config) and all(one["batcher"]["running"] for one in replicas)
 
 
 def wait_until_whole(service: Service) -> None:

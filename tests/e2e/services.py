@@ -55,8 +55,13 @@ COUNTED = {"tokens_per_minute": 100_000}
 """The quota of the tenant `counted`: a request of `test_quotas.py` reserves some 1,900, less than a fiftieth
 of it, and uses some 1,300."""
 
-MEASURED = ("default", "leavers", "handles")
-"""Tenants whose quotas are compared with the ledger."""
+FAULTS = ("default", "leavers", "handles")
+"""Tenants whose quotas are compared with the ledger while processes die under load."""
+
+KINDS = ("chats", "lists", "answers", "beams", "vectors", "whole", "left", "resumed", "rows")
+"""Tenants with one kind of request each, whose sums are compared to the token."""
+
+MEASURED = (*FAULTS, *KINDS)
 
 WIDE = {"tokens_per_day": 10**9, "requests_per_minute": 10**6, "max_concurrency": 10**4}
 """A quota that nothing reaches."""
