@@ -130,7 +130,7 @@ class Process:
         self.disk.failing, self.disk.share = turn.fails is not None, turn.fails or 0.0
         self.disk.full = self.disk.failing and turn.full
         self.ledger.round()
-        if self.ledger.behind_s == 0:
+        if self.ledger.written == len(self.counted):
             self.written = dict(self.counted)
         if turn.closes:
             try:
