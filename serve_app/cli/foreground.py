@@ -45,7 +45,7 @@ from serve_app.cli.serve_config import (
     set_request_log,
 )
 from serve_app.client import Client, ServiceError
-from serve_app.models.service import HOST_VARIABLE
+from serve_app.models.service import HOST_VARIABLE, service_url
 from serve_app.stats import ServiceHealth
 from serve_app.system import ray_seams
 from serve_app.system.processes import KILL_S, adopt_orphans, end_descendants, reap
@@ -150,17 +150,6 @@ def launch(
             if shown:
                 shown.stop()
         return 0
-
-
-def service_url(host: str, port: int) -> str:
-    """Return the URL at which this machine reaches a service.
-
-    Args:
-        host: Address that the service listens on.
-        port: Port that the service listens on.
-    """
-    near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://{f'[{near}]' if ':' in near else near}:{port}"
 
 
 # The launcher

@@ -18,7 +18,7 @@ from serve_app.models.hub import Hub
 from serve_app.models.memory import gb
 from serve_app.models.model_service import context_reason, model_service, service_id, sums_line
 from serve_app.models.overrides import Override, check, engine_options, value_at
-from serve_app.models.service import ServeConfig, ServiceParts, serve_config
+from serve_app.models.service import ServeConfig, ServiceParts, serve_config, service_url
 from serve_app.models.source import read_source
 from serve_app.settings.messages import plain_errors
 from serve_app.settings.schema import SettingsError, parse
@@ -213,6 +213,6 @@ def _summary(choice: Choice) -> tuple[str, ...]:
 def _address(config: ServeConfig) -> tuple[str, ...]:
     http = config.http
     return (
-        f"address    http://{http['host'].value}:{http['port'].value}, model {config.model['id'].value}",
+        f"address    {service_url(http['host'].value, http['port'].value)}, model {config.model['id'].value}",
         "--print-config prints the config with comments, --set PATH=VALUE changes a value",
     )

@@ -132,6 +132,17 @@ def serve_config(service: ServiceParts, environment: Mapping[str, str] = os.envi
     )
 
 
+def service_url(host: str, port: int) -> str:
+    """Return the URL at which this machine reaches a service.
+
+    Args:
+        host: Address that the service listens on.
+        port: Port that the service listens on.
+    """
+    near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://{f'[{near}]' if ':' in near else near}:{port}"
+
+
 def _variables(*variables: Variable) -> Section:
     return {variable.name: Noted(variable.value, variable.reason) for variable in variables}
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from ray.serve.schema import ServeDeploySchema
 
-from serve_app.cli.foreground import RayCluster, StopSignals, reason_of, service_url
+from serve_app.cli.foreground import RayCluster, StopSignals, reason_of
+from serve_app.models.service import service_url
 from serve_app.system.progress import Progress
 from tests.ports import free_port
 from tests.serve_app.cli.launching import Command, Service

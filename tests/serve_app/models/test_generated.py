@@ -114,6 +114,11 @@ def test_the_config_is_the_file_and_passes_the_check_of_a_config(
     assert any("http://127.0.0.1:8000" in line for line in found.summary)
 
 
+def test_the_summary_has_the_url_of_an_ipv6_address(models: FakeHub) -> None:
+    found = generated("demo", machine(), models, "http.host=::1")
+    assert any("http://[::1]:8000," in line for line in found.summary)
+
+
 def test_the_summary_is_the_one_in_the_docs(models: FakeHub) -> None:
     (block,) = (b for b in blocks() if b.page == "configs/README.md" and b.detail == "needs an L4")
     assert "\n".join(generated(*CASES["qwen2.5-7b-one-l4"], models).summary) == block.text.strip()
