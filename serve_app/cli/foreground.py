@@ -394,6 +394,7 @@ def drive(cluster: Cluster, channel: Connection, mark: str, log: IO[bytes]) -> N
         threading.Thread(target=_end_with, args=(channel, cluster, stop), daemon=True).start()
         _run(cluster, channel.send, stop)
     except BaseException:
+        # Nothing of the launcher's code may run in its fork. The output is the service's log.
         traceback.print_exc()
     os._exit(1)
 
@@ -412,6 +413,7 @@ def _run(cluster: Cluster, tell: Callable[[tuple[str, Any]], None], stop: thread
         cluster.take_down()
         tell(("down", None))
     except BaseException as error:
+        # The launcher shows the reason, and the log has the stack.
         traceback.print_exc()
         tell(("failed", reason_of(error)))
     threading.Event().wait()
