@@ -70,7 +70,7 @@ class Use(StatsPart):
 
 
 class EngineTokens(StatsPart):
-    """What the engine counts, step by step, since its start."""
+    """Counts of the engine since its start, step by step."""
 
     prompt: int = Field(default=0, description="Tokens of prompts.")
     output: int = Field(default=0, description="Tokens of answers.")

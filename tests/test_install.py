@@ -73,7 +73,7 @@ def run(*command: object, cwd: Path) -> str:
 @pytest.mark.long
 def test_a_wheel_serves_the_demo_outside_of_the_repository(tmp_path: Path) -> None:
     source, env = tmp_path / "source", tmp_path / "env"
-    # What the Dockerfile copies.
+    # The files that the Dockerfile copies.
     for name in ("batcher", "serve_app"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):

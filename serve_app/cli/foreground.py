@@ -71,7 +71,7 @@ MOST_SHOWN = 500
 
 
 class Cluster(Protocol):
-    """What runs a service, in the child process."""
+    """The parts that run a service, in the child process."""
 
     def start(self) -> Iterator[str]:
         """Start the service; yield the name of each part before it starts.

@@ -151,7 +151,7 @@ class Replica:
 
     @property
     def _counted(self) -> Mapping[str, int] | None:
-        """What the engine counts since its start, as `EngineTokens` has it; None: a function."""
+        """The counts of the engine since its start, the fields of `EngineTokens`; None: a function."""
         return None
 
     def _metrics(self, meters: Meters) -> Callable[[], None]:

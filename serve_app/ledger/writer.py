@@ -229,7 +229,7 @@ class Ledger:
         self._pending: list[Call] = []
         self._growing: Segment | None = None
         self._segments = 0
-        # What was closed and has not its last form yet; at the start, whatever is there.
+        # Closed segments without their last form; at the start, all segments of the folder.
         self._closed: list[Path] = []
         self._looked = False
         self._dropped = 0

@@ -410,7 +410,7 @@ async def test_ledger_answers_quotas_and_metrics_agree_through_the_death_of_a_re
     assert (
         0 < await asyncio.to_thread(wait_until, lambda: metrics(pair)["lost", "demo"] - lost) < len(streams)
     )
-    # What the killed Engine held is free after 30 s.
+    # The amounts that the killed Engine held are free after 30 s.
     await asyncio.to_thread(wait_until, lambda: charged(pair, KINDS) == summed(pair, KINDS))
 
 
