@@ -217,11 +217,15 @@ class Service:
                 total += info.rss - info.shared
         return total
 
-    def logs(self) -> dict[Path, str]:
-        """Return the content of every log of this service's Ray, and of launchers on this machine."""
+    def log_folder(self) -> Path:
+        """Return the folder with the logs of this service's Ray. A later Ray may run on this machine too."""
         lines = self.processes()
         (session,) = {found[0] for line in lines if (found := re.findall(r"/tmp/ray/session_[\w-]+\d", line))}
-        files = [*Path(session, "logs").rglob("*"), *Path(tempfile.gettempdir()).glob("saturate-*.log")]
+        return Path(session, "logs")
+
+    def logs(self) -> dict[Path, str]:
+        """Return the content of every log of this service's Ray, and of launchers on this machine."""
+        files = [*self.log_folder().rglob("*"), *Path(tempfile.gettempdir()).glob("saturate-*.log")]
         return {path: path.read_text(errors="replace") for path in files if path.is_file()}
 
     def pids(self, word: str = "") -> list[int]:

@@ -3,7 +3,6 @@
 import json
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -35,13 +34,10 @@ def spans_of(service: Service, trace: str) -> list[dict[str, Any]]:
     return [span for span in spans if span["context"]["trace_id"] == f"0x{trace}"]
 
 
-def lines_of(request_id: str) -> list[str]:
+def lines_of(service: Service, request_id: str) -> list[str]:
     """Return the lines of a request in the logs of the Ingress."""
-    lines = [
-        line
-        for file in Path("/tmp/ray/session_latest/logs/serve").glob("requests_*.log")
-        for line in file.read_text().splitlines()
-    ]
+    files = (service.log_folder() / "serve").glob("requests_*.log")
+    lines = [line for file in files for line in file.read_text().splitlines()]
     return [line for line in lines if f'"{request_id}"' in line]
 
 
@@ -72,11 +68,11 @@ def test_a_request_that_is_not_sampled_leaves_no_span(service: Service, http: ht
     trace = uuid.uuid4().hex
     quiet = {"traceparent": f"00-{trace}-{'1' * 16}-00", "x-request-id": trace}
     assert http.post("/generate", json={"prompts": ["1"], "model": "demo"}, headers=quiet).is_success
-    wait_for(lambda: lines_of(trace), 1)
+    wait_for(lambda: lines_of(service, trace), 1)
     assert spans_of(service, trace) == []
 
 
-def test_a_line_per_request_without_its_text(client: openai.OpenAI, http: httpx.Client) -> None:
+def test_a_line_per_request_without_its_text(service: Service, client: openai.OpenAI) -> None:
     request_id = uuid.uuid4().hex
     stream = client.chat.completions.create(
         model="demo",
@@ -87,7 +83,7 @@ def test_a_line_per_request_without_its_text(client: openai.OpenAI, http: httpx.
         extra_headers={"x-request-id": request_id, "x-tenant": "team"},
     )
     assert list(stream)
-    (line,) = wait_for(lambda: lines_of(request_id), 1)
+    (line,) = wait_for(lambda: lines_of(service, request_id), 1)
     assert SECRET not in line
     told = json.loads(line)
     assert told["output_tokens"] == 6
@@ -96,11 +92,11 @@ def test_a_line_per_request_without_its_text(client: openai.OpenAI, http: httpx.
     assert (told["model"], told["tenant"], told["outcome"], told["stream"]) == ("demo", "team", "ok", True)
 
 
-def test_a_request_that_is_refused_has_a_line_too(http: httpx.Client) -> None:
+def test_a_request_that_is_refused_has_a_line_too(service: Service, http: httpx.Client) -> None:
     request_id = uuid.uuid4().hex
     body = {"model": "nope", "prompts": [SECRET]}
     assert http.post("/generate", json=body, headers={"x-request-id": request_id}).status_code == 404
-    (line,) = wait_for(lambda: lines_of(request_id), 1)
+    (line,) = wait_for(lambda: lines_of(service, request_id), 1)
     assert SECRET not in line
     assert json.loads(line)["outcome"] == "refused"
 

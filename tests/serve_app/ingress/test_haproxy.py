@@ -184,10 +184,12 @@ def connect(
     stack: ExitStack, port: int, source: str, head: bytes = b"GET / HTTP/1.1\r\nhost: x"
 ) -> socket.socket:
     """Open a connection from an address, with a part of a request."""
-    opened = socket.create_connection(("127.0.0.1", port), timeout=STALL_S, source_address=(source, 0))
-    stack.enter_context(opened)
-    # HAProxy may have closed it.
+    opened = stack.enter_context(socket.socket())
+    opened.settimeout(STALL_S)
+    opened.bind((source, 0))
+    # HAProxy may close it before the call that connects returns.
     with suppress(OSError):
+        opened.connect(("127.0.0.1", port))
         opened.sendall(head)
     return opened
 
