@@ -23,7 +23,7 @@ from sqlalchemy import Connection
 from serve_app.api.protocol import JSON
 from serve_app.dataset.errors import DiskError, OutputError, output_error
 from serve_app.dataset.formats import InputRow, Values
-from serve_app.jobs.results import Results
+from serve_app.rows.results import Results
 from serve_app.rows.rows import Result
 from serve_app.system.database import Database, DatabaseError, FencedError, UnusableError, open_database
 from serve_app.system.disk import drafted

@@ -1,14 +1,14 @@
 """Ray Data stage that sends batches of rows to an Engine, one call per batch."""
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from pydantic_core import from_json, to_json
 
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
-from serve_app.api.scheduling import Scheduling, ServiceTier
+from serve_app.api.scheduling import ServiceTier
 from serve_app.client import Backoff
 from serve_app.dataset.errors import RowError, gave_up
 from serve_app.dataset.formats import numbered
@@ -20,7 +20,7 @@ from serve_app.rows.errors import GaveUpError, RunError
 from serve_app.rows.handle import HandleClient
 from serve_app.rows.pacing import EngineLoad, Fixed
 from serve_app.rows.places import TakenRow
-from serve_app.rows.rows import LostEngines, QuotaError, Result, Row, RowAnswer
+from serve_app.rows.rows import QuotaError, Result, Row, RowAnswer, RowRequest
 from serve_app.rows.tries import Again, Sender
 
 
@@ -145,9 +145,9 @@ class _Call(DatasetRun):
     answer: RowAnswer
     times: int
 
-    def body(self, row: Row) -> JSON:
+    def body(self, row: Row) -> bytes:
         """Return the call."""
-        return self.call(row.line, from_json(row.text))
+        return self.call(row.line, row.text)
 
     def result(self, row: Row, answer: RowAnswer, tries: int) -> Result:
         """Keep the answer."""
@@ -161,17 +161,10 @@ class _Together:
     def __init__(self, client: HandleClient) -> None:
         self._client = client
 
-    async def send(
-        self,
-        endpoint: str,
-        body: JSON,
-        scheduling: Scheduling,
-        models: Collection[str] | None,
-        lost: LostEngines,
-    ) -> RowAnswer:
+    async def send(self, request: RowRequest) -> RowAnswer:
         """Send a call and return its answer."""
         try:
-            answer = await self._client.send(endpoint, body, scheduling, models, lost)
+            answer = await self._client.send(request)
         except QuotaError:
             raise
         except RequestError as error:

@@ -14,6 +14,7 @@ from itertools import islice
 from math import isfinite
 from typing import Any, Literal
 
+import msgspec
 from pydantic_core import from_json, to_json
 
 from serve_app.api.protocol import JSON
@@ -212,6 +213,10 @@ class ReadAhead:
         self._changed()
 
 
+_PARTS = msgspec.json.Decoder(tuple[msgspec.Raw, msgspec.Raw])
+"""The id and the prompt of a row as it waits."""
+
+
 class DatasetRun(Run):
     """The rows of a dataset.
 
@@ -231,8 +236,9 @@ class DatasetRun(Run):
     ) -> None:
         super().__init__(ENDPOINT, Scheduling(TIER_PRIORITY[tier]))
         self.failure: RunError | None = None
-        self._fields = {**fields, "service_tier": tier, "partial": True, "details": True}
         self._field = "messages" if chat else "prompts"
+        shared = to_json({**fields, "service_tier": tier, "partial": True, "details": True})
+        self._start = b'%b,"%b":' % (shared[:-1], self._field.encode())
         self._write = write
         self._stats = stats
 
@@ -243,13 +249,17 @@ class DatasetRun(Run):
         """Return a row in the form in which it waits."""
         return Row(item.number, to_json([item.id, item.prompt], inf_nan_mode="null"))
 
-    def body(self, row: Row) -> JSON:
-        """Return a call with one prompt."""
-        return self.call(row.line, [from_json(row.text)[1]])
+    def prompts(self, item: Item) -> JSON:
+        """Return the field of a call with one prompt."""
+        return {self._field: [item.prompt]}
 
-    def call(self, number: int, prompts: list[Any]) -> JSON:
-        """Return a call whose first row has this number."""
-        return self._fields | {self._field: prompts, "task_id": f"row_{number}"}
+    def body(self, row: Row) -> bytes:
+        """Return a call with one prompt."""
+        return self.call(row.line, b"[%b]" % _PARTS.decode(row.text)[1])
+
+    def call(self, number: int, prompts: bytes) -> bytes:
+        """Return a call whose first row has this number, with a list of prompts."""
+        return b'%b%b,"task_id":"row_%d"}' % (self._start, prompts, number)
 
     def result(self, row: Row, answer: RowAnswer, tries: int) -> Result:
         """Return the row of the output.
@@ -257,7 +267,7 @@ class DatasetRun(Run):
         Raises:
             RunError: The service refuses all rows.
         """
-        id = from_json(row.text)[0]
+        id = from_json(bytes(_PARTS.decode(row.text)[0]))
         if answer.status != 200:
             if not (answer.is_of_rows(self._field) or answer.final or answer.status in RETRYABLE):
                 raise RunError(f"the service refuses this run: {answer.message}")
@@ -509,7 +519,7 @@ def _planned(items: Sequence[Item], run: DatasetRun) -> tuple[list[Row], Turns]:
     turns = array("I", bytes(4 * len(items)))
     rows = [run.row(item) for item in items]
     for number, (item, row) in enumerate(zip(items, rows, strict=True)):
-        planner.add(InputLine(number, row.text, 0), run.call(item.number, [item.prompt]))
+        planner.add(InputLine(number, row.text, 0), run.prompts(item))
     plan = planner.finish()
     for number, entry in enumerate(plan):
         turns[entry.turn] = number

@@ -4,7 +4,7 @@ import random
 import resource
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,9 +13,8 @@ from pydantic_core import from_json
 from batcher.stats import percentiles
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
-from serve_app.api.scheduling import Scheduling
 from serve_app.rows.pacing import EngineLoad, engine_load
-from serve_app.rows.rows import LostEngines, Result, RowAnswer
+from serve_app.rows.rows import Result, RowAnswer, RowRequest
 from serve_app.rows.runner import Runner
 from serve_app.stats import ReplicaStats
 
@@ -30,15 +29,8 @@ PER_ROW = ("results", "details")
 class RowService(Protocol):
     """A service, as a run uses it."""
 
-    async def send(
-        self,
-        endpoint: str,
-        body: JSON,
-        scheduling: Scheduling,
-        models: Collection[str] | None,
-        lost: LostEngines,
-    ) -> RowAnswer:
-        """Send a call and return its answer; see `Client`."""
+    async def send(self, request: RowRequest) -> RowAnswer:
+        """Send a call and return its answer; see `RowClient`."""
 
     async def replicas(self) -> list[ReplicaStats] | None:
         """Return the statistics of the model's replicas; None if unavailable."""
@@ -219,19 +211,12 @@ class Measured:
         self._service = service
         self._stats = stats
 
-    async def send(
-        self,
-        endpoint: str,
-        body: JSON,
-        scheduling: Scheduling,
-        models: Collection[str] | None,
-        lost: LostEngines,
-    ) -> RowAnswer:
+    async def send(self, request: RowRequest) -> RowAnswer:
         """Send a call and return its answer."""
         started = time.monotonic()
         self._stats.in_flight += 1
         try:
-            answer = await self._service.send(endpoint, body, scheduling, models, lost)
+            answer = await self._service.send(request)
         finally:
             self._stats.in_flight -= 1
         if answer.status == 200:

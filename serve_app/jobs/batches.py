@@ -7,16 +7,13 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from pydantic_core import from_json
-
 from serve_app.api.errors import RequestError
-from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import TIER_PRIORITY, Scheduling
 from serve_app.jobs.content import Contents
 from serve_app.jobs.errors import ContentLostError, NotFoundError, StateError
 from serve_app.jobs.intake import UNKNOWN_MODEL, batch_error, validate
 from serve_app.jobs.key_rules import KeyRules
-from serve_app.jobs.lines import answered
+from serve_app.jobs.lines import answered, body_of
 from serve_app.jobs.models import Batch
 from serve_app.jobs.plan import TOGETHER, Unsent, plan_id, unsent
 from serve_app.jobs.storage import close, give_up, remove_expired
@@ -144,10 +141,9 @@ class OpenBatch(Run):
         """True while rows may be sent, and their results recorded."""
         return self.batch.state == "in_progress" and not self.stopping
 
-    def body(self, row: Row) -> JSON:
+    def body(self, row: Row) -> bytes:
         """Return the body to send, in the tier of batches."""
-        body: JSON = from_json(row.text)["body"]
-        return body | {"service_tier": "flex"}
+        return body_of(row)
 
     def result(self, row: Row, answer: RowAnswer, tries: int) -> Result:
         """Return the line of the output or the error file."""

@@ -11,7 +11,7 @@ from pydantic_core import from_json, to_json
 
 from serve_app.api.protocol import JSON
 from serve_app.jobs.models import Batch, File, State
-from serve_app.jobs.results import Results
+from serve_app.rows.results import Results
 
 
 class StoredText(sa.types.TypeDecorator[str]):

@@ -1,12 +1,30 @@
-"""Lines of the output and the error file of a batch."""
+"""Lines of a batch: what is sent of an input line, and the lines of the output and the error file."""
 
-from pydantic_core import from_json, to_json
+import msgspec
+from pydantic_core import to_json
 
 from serve_app.api.protocol import JSON
 from serve_app.rows.rows import Result, Row, tokens_of
 
 EXPIRED = ("batch_expired", "This request could not be executed before the completion window ended.")
 CANCELLED = ("batch_cancelled", "The batch was cancelled before this request was executed.")
+
+
+class _Line(msgspec.Struct):
+    """The parts of an input line that are needed when its row is sent, and for its result."""
+
+    custom_id: str
+    body: msgspec.Raw
+
+
+_LINE = msgspec.json.Decoder(_Line)
+
+
+def body_of(row: Row) -> bytes:
+    """Return the body of a row, in the tier of batches."""
+    fields = bytes(_LINE.decode(row.text).body)[:-1].rstrip()
+    # Of two fields with one name, the last counts.
+    return fields + (b"" if fields == b"{" else b",") + b'"service_tier":"flex"}'
 
 
 def answered(batch: str, row: Row, status: int, body: JSON) -> Result:
@@ -29,5 +47,5 @@ def _id(batch: str, row: Row) -> str:
 
 
 def _line(id: str, row: Row, response: JSON | None, error: JSON | None) -> bytes:
-    custom_id = from_json(row.text)["custom_id"]
+    custom_id = _LINE.decode(row.text).custom_id
     return to_json({"id": id, "custom_id": custom_id, "response": response, "error": error}) + b"\n"

@@ -17,7 +17,7 @@ from serve_app.jobs.db import BATCHES, FILES, METADATA, RESULTS, VERSION, WITHOU
 from serve_app.jobs.errors import InUseError, NotFoundError, StateError, StoreError, TooManyError
 from serve_app.jobs.failpoints import reach
 from serve_app.jobs.models import ENDED, OPEN, TRANSITIONS, Batch, Counts, File, Page, State, Summary
-from serve_app.jobs.results import slices
+from serve_app.rows.results import slices
 from serve_app.rows.rows import Result, together
 from serve_app.system.database import open_database
 

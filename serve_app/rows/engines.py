@@ -5,18 +5,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from pydantic_core import from_json, to_json
+from pydantic_core import from_json
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.api.errors import RequestError
 from serve_app.api.facts import read
-from serve_app.api.protocol import JSON
 from serve_app.api.routes import MOVED
-from serve_app.api.scheduling import Scheduling
 from serve_app.auth.key_store import KeyStore
 from serve_app.engine.accounts import BY_QUOTA
 from serve_app.ingress.body import look
@@ -24,7 +21,7 @@ from serve_app.ingress.engine_call import EngineCall, Engines, unavailable
 from serve_app.ingress.models import ServedModels
 from serve_app.ingress.status import Health, Waker, replica_stats
 from serve_app.rows.pacing import EngineLoad, engine_load
-from serve_app.rows.rows import LostEngines, QuotaError, RowAnswer
+from serve_app.rows.rows import QuotaError, RowAnswer, RowRequest
 from serve_app.settings.schema import Settings
 from serve_app.stats import ReplicaStats
 from serve_app.wire.frame import Head
@@ -83,14 +80,7 @@ class EngineClient:
             self._models.wake()
         return self._models.unheard
 
-    async def send(
-        self,
-        endpoint: str,
-        body: JSON,
-        scheduling: Scheduling,
-        models: Collection[str] | None = None,
-        lost: LostEngines | None = None,
-    ) -> RowAnswer:
+    async def send(self, request: RowRequest) -> RowAnswer:
         """Send a row and return its answer.
 
         A row that loses its Engine is sent to another Engine. After two lost Engines the row is a suspect: it
@@ -101,26 +91,34 @@ class EngineClient:
             QuotaError: The tenant or key of the row has no quota left now.
             RequestError: The row is wrong, or no Engine could answer it.
         """
-        text = to_json(body)
-        named = body.get("model")
-        # While the row is at an engine, its text is enough.
-        del body
+        facts, text = await look(
+            len(request.text), lambda: read(request.text, request.endpoint, self._limits)
+        )
+        await self._models.learn(facts.model)
+        served = self._models.choose(facts.model, request.endpoint, request.models)
+        model = self._models.base_of(served)
+        adapter = "" if served == model else served
+        scheduling = request.scheduling
         key = self._keys.named(scheduling.key) if self._keys else None
-        await self._models.learn(named if isinstance(named, str) else None)
-        model, request = await look(len(text), lambda: self._request(endpoint, text, scheduling, models))
-        if key is not None and key.quota is not None:
-            request = replace(request, quota=key.quota)
-        self._asked[model] += 1
-        self._used.add(model)
-        try:
-            return await self._send(model, request, lost)
-        finally:
-            self._asked[model] -= 1
-
-    async def _send(self, model: str, request: RelayRequest, lost: LostEngines | None) -> RowAnswer:
+        sent = RelayRequest(
+            "POST",
+            MOVED.get(request.endpoint, request.endpoint),
+            b"",
+            HEADERS,
+            text,
+            scheduling,
+            max_tokens=self._limits.max_tokens,
+            facts=facts.cached_for(adapter, scheduling.tenant if self._salts else ""),
+            adapter=adapter,
+            key=scheduling.key,
+            quota=None if key is None else key.quota,
+            source="batch",
+        )
         died = partial(self.lost_calls.update, [model])
         alone = self._suspects[model]
-        call = EngineCall(self._engines[model].ask, request, died=died, alone=alone, lost=lost)
+        call = EngineCall(self._engines[model].ask, sent, died=died, alone=alone, lost=request.lost)
+        self._asked[model] += 1
+        self._used.add(model)
         try:
             return await answer_of(call)
         except RequestError:
@@ -128,6 +126,8 @@ class EngineClient:
         except Exception as error:
             call.log(f"batches: a row for {model} failed", error)
             raise unavailable(error) from error
+        finally:
+            self._asked[model] -= 1
 
     def base_of(self, model: str) -> str | None:
         """Return the model whose engines run a model or an adapter; None: it isn't served now."""
@@ -155,28 +155,6 @@ class EngineClient:
         except Exception:
             # Without a load the pace stays as it is.
             return []
-
-    def _request(
-        self, endpoint: str, text: bytes, scheduling: Scheduling, allowed: Collection[str] | None
-    ) -> tuple[str, RelayRequest]:
-        facts, text = read(text, endpoint, self._limits)
-        served = self._models.choose(facts.model, endpoint, allowed)
-        base = self._models.base_of(served)
-        adapter = "" if served == base else served
-        request = RelayRequest(
-            "POST",
-            MOVED.get(endpoint, endpoint),
-            b"",
-            HEADERS,
-            text,
-            scheduling,
-            max_tokens=self._limits.max_tokens,
-            facts=facts.cached_for(adapter, scheduling.tenant if self._salts else ""),
-            adapter=adapter,
-            key=scheduling.key,
-            source="batch",
-        )
-        return base, request
 
 
 async def answer_of(call: EngineCall) -> RowAnswer:

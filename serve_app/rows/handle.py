@@ -2,17 +2,14 @@
 
 import asyncio
 import os
-from collections.abc import Collection
 from typing import Any
-
-from pydantic_core import to_json
 
 from serve_app.api.errors import RequestError
 from serve_app.api.facts import facts_of_call
-from serve_app.api.protocol import JSON, parse_body
-from serve_app.api.scheduling import Scheduling, SchedulingFields
+from serve_app.api.protocol import parse_body
+from serve_app.api.scheduling import SchedulingFields
 from serve_app.rows.errors import RunError
-from serve_app.rows.rows import LostEngines, RowAnswer
+from serve_app.rows.rows import RowAnswer, RowRequest
 from serve_app.settings.environment import MESSAGES
 from serve_app.stats import ReplicaStats
 from serve_app.wire.request import RelayRequest
@@ -79,14 +76,7 @@ class HandleClient:
         self._model = self._handle.deployment_name.partition(":")[2]
         self._engines: Any = None
 
-    async def send(
-        self,
-        endpoint: str,
-        body: JSON,
-        scheduling: Scheduling,
-        models: Collection[str] | None = None,
-        lost: LostEngines | None = None,
-    ) -> RowAnswer:
+    async def send(self, request: RowRequest) -> RowAnswer:
         """Send a call of `/generate`, with the scheduling of its body.
 
         Raises:
@@ -101,21 +91,22 @@ class HandleClient:
         if self._engines is None:
             # This starts the handle's router, which may need the running loop.
             self._engines = Engines(self._handle, self._running)
+        body = request.body
         named = body.get("model")
         fields = {name: body[name] for name in SchedulingFields.model_fields if name in body}
-        request = RelayRequest(
+        call = RelayRequest(
             "POST",
-            endpoint,
+            request.endpoint,
             b"",
             HEADERS,
-            to_json(body),
+            request.text,
             parse_body(SchedulingFields, fields).scheduling(),
             facts=facts_of_call(body),
             adapter="" if named in (None, self._model) else named,
             source="handle",
         )
         try:
-            return await answer_of(EngineCall(self._engines.ask, request, lost=lost))
+            return await answer_of(EngineCall(self._engines.ask, call, lost=request.lost))
         except RequestError:
             raise
         except Exception as error:

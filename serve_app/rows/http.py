@@ -1,21 +1,18 @@
 """A service over HTTP: sends rows, and interprets the answers."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
 import httpx
-from pydantic_core import to_json
 
 from serve_app.api.errors import RequestError
 from serve_app.api.headers import KEEP_ALIVE
-from serve_app.api.protocol import JSON
-from serve_app.api.scheduling import Scheduling
 from serve_app.client import ServiceError, base_url, connection, error_of, json_of, retry_after_s
 from serve_app.rows.errors import RunError
-from serve_app.rows.rows import LostEngines, RowAnswer
+from serve_app.rows.rows import RowAnswer, RowRequest
 from serve_app.stats import ReplicaStats, ServiceStats
 
 STATS_TIMEOUT_S = 10.0
@@ -80,18 +77,13 @@ class HTTPClient:
         )
         self._pools = [_Pool(self._pool())]
 
-    async def send(
-        self,
-        endpoint: str,
-        body: JSON,
-        scheduling: Scheduling,
-        models: Collection[str] | None = None,
-        lost: LostEngines | None = None,
-    ) -> RowAnswer:
+    async def send(self, request: RowRequest) -> RowAnswer:
         """Send a row and return its answer. The service itself counts the engines that a request loses."""
         try:
             with self._pooled() as http:
-                response = await http.post(f"{self.url}{endpoint}", content=to_json(body), headers=HEADERS)
+                response = await http.post(
+                    f"{self.url}{request.endpoint}", content=request.text, headers=HEADERS
+                )
         except httpx.HTTPError as error:
             # Timeouts and broken connections have no message.
             return _failed(503, f"{self.url}: {str(error) or type(error).__name__}")

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Any
 
-from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.rows.errors import RunError
 from serve_app.rows.pacing import Concurrency
@@ -52,8 +51,8 @@ class Run:
         """The tenant's share relative to other tenants."""
         return self.scheduling.weight or 1.0
 
-    def body(self, row: Row) -> JSON:
-        """Return the body to send for a row. Runs in a thread for a large row."""
+    def body(self, row: Row) -> bytes:
+        """Return the body to send for a row, as JSON. Runs in a thread for a large row."""
         raise NotImplementedError
 
     def result(self, row: Row, answer: RowAnswer, tries: int) -> Result:

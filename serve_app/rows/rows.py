@@ -1,7 +1,10 @@
 """A row, its answer and its result; the client that sends rows."""
 
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
+
+from pydantic_core import from_json
 
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
@@ -111,6 +114,31 @@ LostEngines = list[str | None]
 """The engines that were lost with a row, by the ids of their replicas; None: the id isn't known."""
 
 
+@dataclass(frozen=True, slots=True)
+class RowRequest:
+    """The request of a row.
+
+    Attributes:
+        endpoint: The route, such as `/v1/chat/completions`.
+        text: The body, as JSON.
+        scheduling: The row's tier, its tenant, and the tenant's weight.
+        models: Ids of the models that the row's batch may use; None: all.
+        lost: The engines that were lost with the row in earlier tries; gets further ones.
+    """
+
+    endpoint: str
+    text: bytes
+    scheduling: Scheduling
+    models: Collection[str] | None = None
+    lost: LostEngines = field(default_factory=list)
+
+    @property
+    def body(self) -> JSON:
+        """The body, parsed."""
+        body: JSON = from_json(self.text)
+        return body
+
+
 class QuotaError(RequestError):
     """A quota of a row's tenant or key is used up. It says nothing about free places at the engines."""
 
@@ -118,22 +146,8 @@ class QuotaError(RequestError):
 class RowClient(Protocol):
     """A client that sends rows to the engines."""
 
-    async def send(
-        self,
-        endpoint: str,
-        body: JSON,
-        scheduling: Scheduling,
-        models: Collection[str] | None,
-        lost: LostEngines,
-    ) -> RowAnswer:
+    async def send(self, request: RowRequest) -> RowAnswer:
         """Send a row and return its answer.
-
-        Args:
-            endpoint: The route, such as `/v1/chat/completions`.
-            body: The body of the request.
-            scheduling: The row's tier, its tenant, and the tenant's weight.
-            models: Ids of the models that the row's batch may use; None: all.
-            lost: The engines that were lost with the row in earlier tries; gets further ones.
 
         Raises:
             QuotaError: The tenant or key of the row has no quota left now.

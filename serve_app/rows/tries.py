@@ -12,7 +12,7 @@ from serve_app.ingress.body import look
 from serve_app.rows.errors import GaveUpError
 from serve_app.rows.pacing import Concurrency
 from serve_app.rows.places import TakenRow
-from serve_app.rows.rows import QuotaError, Result, RowAnswer, RowClient
+from serve_app.rows.rows import QuotaError, Result, RowAnswer, RowClient, RowRequest
 from serve_app.system import cancellation
 
 logger = logging.getLogger("ray.serve")
@@ -90,13 +90,11 @@ class Sender:
         run, row = taken.run, taken.row
         if not taken.tries:
             taken.answered.append(self._answered[row.model])
-        # Parsed for each try: a parsed row takes many times its bytes while it waits or is at an engine.
-        body = await look(len(row.text), lambda: run.body(row))
+        text = await look(len(row.text), lambda: run.body(row))
         if run.stopping:
             return None
-        sending = self._client.send(run.endpoint, body, run.scheduling, run.models, taken.lost)
-        del body
-        answer = await self._answer(sending)
+        request = RowRequest(run.endpoint, text, run.scheduling, run.models, taken.lost)
+        answer = await self._answer(self._client.send(request))
         # A row that has its answer keeps it, whatever ends its run.
         if (task := asyncio.current_task()) is not None:
             run.tries.discard(task)

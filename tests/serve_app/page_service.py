@@ -30,7 +30,7 @@ from serve_app.jobs.content import Content, DiskContent
 from serve_app.jobs.key_rules import KeyRules
 from serve_app.jobs.routes import BatchAPI
 from serve_app.jobs.store import Store
-from serve_app.rows.rows import RowAnswer
+from serve_app.rows.rows import RowAnswer, RowRequest
 from serve_app.settings.batches import BatchesSettings
 from serve_app.settings.ingress import AccessSettings
 from serve_app.telemetry.request_tracker import RequestTracker, TrackedRequest
@@ -89,10 +89,10 @@ class Rows:
         self.free = asyncio.Event()
         self.free.set()
 
-    async def send(self, endpoint: str, body: JSON, scheduling: Any, models: Any, lost: Any) -> RowAnswer:
+    async def send(self, request: RowRequest) -> RowAnswer:
         """Answer a row; one that asks to fail gets a 400."""
         await self.free.wait()
-        text = body["messages"][0]["content"]
+        text = request.body["messages"][0]["content"]
         if text == "fail":
             return RowAnswer(400, {"error": {"message": "no", "type": "invalid_request_error"}})
         usage = {"prompt_tokens": 3, "completion_tokens": 2}

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from pydantic_core import to_json
 
 from serve_app.api.protocol import JSON
-from serve_app.api.scheduling import Scheduling
 from serve_app.dataset.formats import numbered
 from serve_app.dataset.prompts import Prompter
 from serve_app.dataset.run import Drive
@@ -32,7 +31,7 @@ from serve_app.jobs.plan import RowPlan
 from serve_app.jobs.storage import add_file
 from serve_app.jobs.store import Store
 from serve_app.rows.pacing import EngineLoad, Fixed
-from serve_app.rows.rows import LostEngines, Result, RowAnswer
+from serve_app.rows.rows import Result, RowAnswer, RowRequest
 from serve_app.settings.ingress import IngressSettings
 from serve_app.simulation.profiles import PROFILES
 from serve_app.stats import ReplicaStats
@@ -131,18 +130,12 @@ class VirtualEngines:
         # The calls of a dataset share one bound on the answer.
         self._outputs = {row["messages"][-1]["content"]: row["max_tokens"] for row in load.bodies()}
 
-    async def send(
-        self,
-        endpoint: str,
-        body: JSON,
-        scheduling: Scheduling,
-        models: Collection[str] | None = None,
-        lost: LostEngines | None = None,
-    ) -> RowAnswer:
+    async def send(self, request: RowRequest) -> RowAnswer:
         """Answer a row, on the replica that the Ingress would choose."""
         name = str(self._count)
         self._count += 1
-        facts = inspect(to_json(body), endpoint, self._limits)
+        body, endpoint = request.body, request.endpoint
+        facts = inspect(request.text, endpoint, self._limits)
         replica = self._choice.choose(facts.prefix)
         charge = ReplicaCharge()
         self._choice.send(charge, replica, facts.prefix, facts.tokens)

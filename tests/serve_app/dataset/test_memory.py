@@ -21,10 +21,10 @@ from serve_app.dataset.run import Drive
 from serve_app.rows.rows import RowAnswer
 
 class Echo:
-    async def send(self, endpoint, body, scheduling, models=None, lost=None):
+    async def send(self, request):
         await asyncio.sleep(0)
         detail = {"finish_reason": "stop", "prompt_tokens": 1, "completion_tokens": 1}
-        prompts = body["prompts"]
+        prompts = request.body["prompts"]
         return RowAnswer(200, {"results": prompts, "details": [detail] * len(prompts)})
     async def load(self, base):
         return None

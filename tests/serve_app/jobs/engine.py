@@ -6,9 +6,8 @@ from collections.abc import Callable, Collection
 from random import Random
 
 from serve_app.api.protocol import JSON
-from serve_app.api.scheduling import Scheduling
 from serve_app.rows.pacing import EngineLoad
-from serve_app.rows.rows import LostEngines, RowAnswer
+from serve_app.rows.rows import RowAnswer, RowRequest
 from tests.progress import STILL_S
 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
@@ -69,22 +68,16 @@ class Engine(Served):
         self._status = status
         self._random = random or Random(0)
 
-    async def send(
-        self,
-        endpoint: str,
-        body: JSON,
-        scheduling: Scheduling,
-        models: Collection[str] | None = None,
-        lost: LostEngines | None = None,
-    ) -> RowAnswer:
+    async def send(self, request: RowRequest) -> RowAnswer:
         """Answer a row."""
+        scheduling, body = request.scheduling, request.body
         custom_id = custom_id_of(body)
         if not self.tries[custom_id]:
             self.sent.append((scheduling.tenant, custom_id))
         self.tries[custom_id] += 1
         self.bodies[custom_id] = body
         self.weights[scheduling.tenant] = scheduling.weight
-        self.models[custom_id] = models
+        self.models[custom_id] = request.models
         self.running += 1
         self.most = max(self.most, self.running)
         self.changed.set()

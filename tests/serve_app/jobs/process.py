@@ -7,18 +7,15 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Collection
 from itertools import count
 from pathlib import Path
 
-from serve_app.api.protocol import JSON
-from serve_app.api.scheduling import Scheduling
 from serve_app.jobs import failpoints
 from serve_app.jobs.batches import BatchRunner
 from serve_app.jobs.key_rules import KeyRules
 from serve_app.jobs.storage import delete_noted
 from serve_app.rows.pacing import Fixed
-from serve_app.rows.rows import LostEngines, RowAnswer
+from serve_app.rows.rows import RowAnswer, RowRequest
 from tests.serve_app.jobs.engine import Served, custom_id_of
 from tests.serve_app.jobs.helpers import NOW, limits_of, opened
 
@@ -29,16 +26,9 @@ class LoggedEngine(Served):
     def __init__(self, calls: Path) -> None:
         self._handle = os.open(calls, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
-    async def send(
-        self,
-        endpoint: str,
-        body: JSON,
-        scheduling: Scheduling,
-        models: Collection[str] | None = None,
-        lost: LostEngines | None = None,
-    ) -> RowAnswer:
+    async def send(self, request: RowRequest) -> RowAnswer:
         """Answer a row."""
-        custom_id = custom_id_of(body)
+        custom_id = custom_id_of(request.body)
         os.write(self._handle, f"{custom_id}\n".encode())
         await asyncio.sleep(0)
         return RowAnswer(200, {"echo": custom_id})

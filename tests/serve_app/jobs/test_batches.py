@@ -16,7 +16,6 @@ from pydantic_core import from_json
 
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
-from serve_app.api.scheduling import Scheduling
 from serve_app.client import Backoff
 from serve_app.jobs import failpoints
 from serve_app.jobs.batches import BatchRunner, OpenBatch, RowRate
@@ -27,7 +26,7 @@ from serve_app.jobs.models import ENDED, Batch
 from serve_app.jobs.store import Store
 from serve_app.rows import pacing
 from serve_app.rows.pacing import Auto, EngineLoad, Fixed
-from serve_app.rows.rows import LostEngines, Row, RowAnswer
+from serve_app.rows.rows import Row, RowAnswer, RowRequest
 from serve_app.rows.runner import Runner
 from tests.batcher.virtual import virtual
 from tests.progress import STILL_S
@@ -267,18 +266,11 @@ class TwoModels(Engine):
         self.quick = Engine()
         self.quick.places = 50
 
-    async def send(
-        self,
-        endpoint: str,
-        body: JSON,
-        scheduling: Scheduling,
-        models: Collection[str] | None = None,
-        lost: LostEngines | None = None,
-    ) -> RowAnswer:
+    async def send(self, request: RowRequest) -> RowAnswer:
         """Answer a row."""
-        if body["model"] == "quick":
-            return await self.quick.send(endpoint, body, scheduling, models)
-        return await super().send(endpoint, body, scheduling, models)
+        if request.body["model"] == "quick":
+            return await self.quick.send(request)
+        return await super().send(request)
 
     async def load(self, base: str | None) -> EngineLoad | None:
         """Return the load of a model: `slow` has a long queue."""
@@ -300,23 +292,16 @@ class Held(Engine):
         self._rows = rows
         self.go.clear()
 
-    async def send(
-        self,
-        endpoint: str,
-        body: JSON,
-        scheduling: Scheduling,
-        models: Collection[str] | None = None,
-        lost: LostEngines | None = None,
-    ) -> RowAnswer:
+    async def send(self, request: RowRequest) -> RowAnswer:
         """Answer a row."""
-        id = custom_id_of(body)
+        id = custom_id_of(request.body)
         if id not in self._rows:
             self.tries[id] += 1
             self.final[id] += 1
             return RowAnswer(200, {"echo": id})
         self.held.append(id)
         try:
-            return await super().send(endpoint, body, scheduling, models)
+            return await super().send(request)
         finally:
             self.held.remove(id)
 
@@ -492,14 +477,7 @@ async def test_a_row_may_take_hours() -> None:
     class Slow(Served):
         tries = 0
 
-        async def send(
-            self,
-            endpoint: str,
-            body: JSON,
-            scheduling: Scheduling,
-            models: Collection[str] | None = None,
-            lost: LostEngines | None = None,
-        ) -> RowAnswer:
+        async def send(self, request: RowRequest) -> RowAnswer:
             """Answer after six hours."""
             self.tries += 1
             await asyncio.sleep(6 * 3600)
@@ -528,17 +506,10 @@ async def test_an_adapter_that_is_replaced_costs_no_row(tmp_path: Path) -> None:
     """An administrator unloads an adapter, then loads another one with its id."""
 
     class Replaced(Engine):
-        async def send(
-            self,
-            endpoint: str,
-            body: JSON,
-            scheduling: Scheduling,
-            models: Collection[str] | None = None,
-            lost: LostEngines | None = None,
-        ) -> RowAnswer:
+        async def send(self, request: RowRequest) -> RowAnswer:
             """Refuse each row until the adapter is there again."""
-            answer = await super().send(endpoint, body, scheduling, models)
-            if self.tries[custom_id_of(body)] > 2:
+            answer = await super().send(request)
+            if self.tries[custom_id_of(request.body)] > 2:
                 return answer
             missing = "The model 'demo' does not exist; served here: none"
             return RowAnswer.of(RequestError(404, "not_found_error", missing, param="model"))
@@ -658,17 +629,10 @@ async def test_a_call_that_serve_cancels_is_tried_again(tmp_path: Path) -> None:
     class Removed(Engine):
         """Its replica is taken away, the first time."""
 
-        async def send(
-            self,
-            endpoint: str,
-            body: JSON,
-            scheduling: Scheduling,
-            models: Collection[str] | None = None,
-            lost: LostEngines | None = None,
-        ) -> RowAnswer:
+        async def send(self, request: RowRequest) -> RowAnswer:
             """Answer the second try."""
-            answer = await super().send(endpoint, body, scheduling, models)
-            if self.tries[custom_id_of(body)] == 1:
+            answer = await super().send(request)
+            if self.tries[custom_id_of(request.body)] == 1:
                 raise asyncio.CancelledError
             return answer
 
@@ -702,16 +666,9 @@ async def test_results_that_come_soon_after_one_another_are_recorded_together(tm
     class Staggered(Engine):
         """Its rows end one after the other."""
 
-        async def send(
-            self,
-            endpoint: str,
-            body: JSON,
-            scheduling: Scheduling,
-            models: Collection[str] | None = None,
-            lost: LostEngines | None = None,
-        ) -> RowAnswer:
-            await asyncio.sleep(0.001 * int(custom_id_of(body)))
-            return await super().send(endpoint, body, scheduling, models)
+        async def send(self, request: RowRequest) -> RowAnswer:
+            await asyncio.sleep(0.001 * int(custom_id_of(request.body)))
+            return await super().send(request)
 
     engine = Staggered()
     async with running(tmp_path, engine, concurrency=Fixed(20), gather_s=1.0) as bench:

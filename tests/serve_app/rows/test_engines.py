@@ -3,8 +3,7 @@
 import asyncio
 import json
 import threading
-import weakref
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from serve_app.ingress.status import Health, ModelState
 from serve_app.rows import engines
 from serve_app.rows.engines import EngineClient
 from serve_app.rows.pacing import EngineLoad
-from serve_app.rows.rows import QuotaError, RowAnswer
+from serve_app.rows.rows import QuotaError, RowAnswer, RowRequest
 from serve_app.settings.schema import parse
 from serve_app.settings.usage import Quota
 from serve_app.wire.frame import Head
@@ -48,6 +47,10 @@ BODY: JSON = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], 
 ANNA = Scheduling(TIER_PRIORITY["flex"], "anna", weight=3.0, key="ada")
 
 
+def row(endpoint: str = CHAT, body: JSON = BODY, models: Sequence[str] | None = None) -> RowRequest:
+    return RowRequest(endpoint, to_json(body), ANNA, models)
+
+
 def client_of(engines: dict[str, Engine], **ingress: Any) -> EngineClient:
     models = [
         {"id": name, "kind": "function", "target": "a:B", "embeddings": True}
@@ -62,7 +65,7 @@ def client_of(engines: dict[str, Engine], **ingress: Any) -> EngineClient:
 async def test_a_row_goes_to_its_model_with_its_tier_tenant_and_weight() -> None:
     engines = {"other": Engine(answer()), "demo": Engine(answer(complete(PLAIN, b'{"ok": 1}')))}
     client = client_of(engines, max_tokens=9)
-    assert await client.send(CHAT, BODY, ANNA) == RowAnswer(200, {"ok": 1})
+    assert await client.send(row()) == RowAnswer(200, {"ok": 1})
     (request,) = engines["demo"].requests
     assert (request.method, request.path, from_json(request.body)) == ("POST", CHAT, BODY)
     assert request.scheduling == ANNA
@@ -85,10 +88,10 @@ async def test_a_row_has_its_key_s_quota_and_its_batch_s_models(
     handles: Any = {"demo": engine, "large": engine}
     client = EngineClient(settings, handles, Health("llm", list(handles)), KeyStore(settings.access))
     with pytest.raises(RequestError, match="it has access to: demo"):
-        await client.send(CHAT, BODY | {"model": "large"}, ANNA, ["demo"])
-    assert (await client.send(CHAT, BODY, ANNA)).status == 200
+        await client.send(row(CHAT, BODY | {"model": "large"}, models=["demo"]))
+    assert (await client.send(row())).status == 200
     prompt = BODY | {"messages": [{"role": "user", "content": "hi" * 2_000}]}
-    assert (await client.send(CHAT, prompt, ANNA)).status == 200
+    assert (await client.send(row(CHAT, prompt))).status == 200
     request, long = engine.requests
     assert request.quota == Quota(tokens_per_day=2_000)
     # Its replica is chosen as for a live request of the tenant, which has a part of the caches of its own.
@@ -101,10 +104,10 @@ async def test_a_refusal_by_a_quota_tells_nothing_of_the_engines() -> None:
     error = RequestError(429, "rate_limit_error", "key ada: tokens_per_day 2000: none", retry_after_s=7.0)
     engine = Engine(answer(refused(error, headers=[BY_QUOTA])))
     with pytest.raises(QuotaError, match="key ada: tokens_per_day 2000") as raised:
-        await client_of({"demo": engine}).send(CHAT, BODY, ANNA)
+        await client_of({"demo": engine}).send(row())
     assert (raised.value.status, raised.value.retry_after_s) == (429, 7.0)
     full = Engine(answer(refused(error)))
-    assert (await client_of({"demo": full}).send(CHAT, BODY, ANNA)).status == 429
+    assert (await client_of({"demo": full}).send(row())).status == 429
 
 
 @pytest.mark.parametrize("dies", [True, False])
@@ -120,19 +123,19 @@ async def test_a_row_lost_with_the_process_of_its_engine_is_counted(dies: bool) 
     handles: Any = {"demo": Engine(answering)}
     settings = parse({"models": [{"id": "demo", "source": "x"}]})
     client = EngineClient(settings, handles, Health("llm", ["demo"]))
-    assert (await client.send(CHAT, BODY, ANNA)).status == 200
+    assert (await client.send(row())).status == 200
     assert client.lost_calls["demo"] == dies
 
 
 async def test_a_row_calls_a_route_by_its_name_in_vllm() -> None:
     engine = Engine(answer(complete(PLAIN, b'{"ok": 1}')))
-    await client_of({"demo": engine}).send("/v1/classify", {"model": "demo", "input": "a"}, ANNA)
+    await client_of({"demo": engine}).send(row("/v1/classify", {"model": "demo", "input": "a"}))
     assert [request.path for request in engine.requests] == ["/classify"]
 
 
 async def test_an_answer_in_pieces_is_joined() -> None:
     engine = Engine(answer(message(head=PLAIN, body=b'{"a": "'), message(body=b'b"}'), END))
-    assert await client_of({"demo": engine}).send(CHAT, BODY, ANNA) == RowAnswer(200, {"a": "b"})
+    assert await client_of({"demo": engine}).send(row()) == RowAnswer(200, {"a": "b"})
 
 
 async def test_a_large_answer_is_read_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +149,7 @@ async def test_a_large_answer_is_read_beside_the_loop(monkeypatch: pytest.Monkey
     monkeypatch.setattr(engines, "from_json", parsed)
     text = b'{"a": "%s"}' % (b"x" * LARGE_BYTES)
     engine = Engine(answer(complete(PLAIN, text)))
-    assert (await client_of({"demo": engine}).send(CHAT, BODY, ANNA)).body == from_json(text)
+    assert (await client_of({"demo": engine}).send(row())).body == from_json(text)
     assert threads
     assert threading.get_ident() not in threads
 
@@ -155,10 +158,10 @@ async def test_a_refusal_says_when_to_come_back() -> None:
     full = RequestError(429, "rate_limit_error", "full", retry_after_s=7.0)
     wrong = RequestError(500, "internal_error", "never", final=True)
     engine = Engine(answer(refused(full)))
-    found = await client_of({"demo": engine}).send(CHAT, BODY, ANNA)
+    found = await client_of({"demo": engine}).send(row())
     assert (found.status, found.retry_after_s, found.final) == (429, 7.0, False)
     engine = Engine(answer(refused(wrong)))
-    found = await client_of({"demo": engine}).send(CHAT, BODY, ANNA)
+    found = await client_of({"demo": engine}).send(row())
     assert (found.status, found.final) == (500, True)
 
 
@@ -176,7 +179,7 @@ async def test_an_answer_without_a_json_object_is_an_error_with_its_text(
     status: int, text: bytes, shown: int
 ) -> None:
     engine = Engine(answer(complete(Head(status, []), text)))
-    found = await client_of({"demo": engine}).send(CHAT, BODY, ANNA)
+    found = await client_of({"demo": engine}).send(row())
     assert (found.status, found.body["error"]["message"]) == (shown, text.decode())
     assert found.body["error"]["code"] == shown
 
@@ -184,7 +187,7 @@ async def test_an_answer_without_a_json_object_is_an_error_with_its_text(
 async def test_an_answer_that_breaks_off_is_tried_again() -> None:
     engine = Engine(answer(message(head=PLAIN, body=b'{"ok": 1}')))
     with pytest.raises(RequestError) as raised:
-        await client_of({"demo": engine}).send(CHAT, BODY, ANNA)
+        await client_of({"demo": engine}).send(row())
     assert raised.value.status == 503
 
 
@@ -202,13 +205,13 @@ async def test_an_answer_that_breaks_off_is_tried_again() -> None:
 async def test_a_row_is_held_to_the_limits_of_requests(endpoint: str, body: JSON, status: int) -> None:
     client = client_of({"demo": Engine(answer()), "embed": Engine(answer())}, max_tokens=9)
     with pytest.raises(RequestError) as raised:
-        await client.send(endpoint, body, ANNA)
+        await client.send(row(endpoint, body))
     assert raised.value.status == status
 
 
 async def test_generate_needs_no_model_where_one_is_served() -> None:
     engine = Engine(answer(complete(PLAIN, b"{}")))
-    found = await client_of({"demo": engine}).send("/generate", {"prompts": ["x"]}, ANNA)
+    found = await client_of({"demo": engine}).send(row("/generate", {"prompts": ["x"]}))
     assert found.status == 200
 
 
@@ -248,11 +251,11 @@ async def test_a_row_survives_two_engines_and_no_third(
 ) -> None:
     monkeypatch.setattr(engine_call, "BACKOFF_S", 0.0)
     engine = Engine(Dying(2, refusals))
-    assert (await client_of({"demo": engine}).send(CHAT, BODY, ANNA)).status == 200
+    assert (await client_of({"demo": engine}).send(row())).status == 200
     assert len(engine.requests) == 3 + 2 * refusals
     engine = Engine(Dying(3, refusals))
     with pytest.raises(PoisonError):
-        await client_of({"demo": engine}).send(CHAT, BODY, ANNA)
+        await client_of({"demo": engine}).send(row())
     assert len(engine.requests) == 3 + 2 * refusals
 
 
@@ -260,14 +263,14 @@ async def test_rows_that_lost_two_engines_run_one_at_a_time(monkeypatch: pytest.
     monkeypatch.setattr(engine_call, "BACKOFF_S", 0.0)
     dying = Dying(10)
     client = client_of({"demo": Engine(dying)})
-    answers = await asyncio.gather(*(client.send(CHAT, BODY, ANNA) for _ in range(5)))
+    answers = await asyncio.gather(*(client.send(row()) for _ in range(5)))
     assert [found.status for found in answers] == [200] * 5
     assert dying.most == 1
     # A suspect that waits holds up no suspect of another model.
     client = client_of({"demo": Engine(Stuck(2)), "other": Engine(Dying(2))})
     async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
-        waiting = group.create_task(client.send(CHAT, BODY, ANNA))
-        assert (await client.send(CHAT, BODY | {"model": "other"}, ANNA)).status == 200
+        waiting = group.create_task(client.send(row()))
+        assert (await client.send(row(CHAT, BODY | {"model": "other"}))).status == 200
         waiting.cancel()
 
 
@@ -279,7 +282,7 @@ async def test_an_error_of_the_handle_becomes_one_that_is_tried_again(
 ) -> None:
     engine = Engine(answer(error))
     with pytest.raises(RequestError) as raised:
-        await client_of({"demo": engine}).send(CHAT, BODY, ANNA)
+        await client_of({"demo": engine}).send(row())
     assert raised.value.status == status
     assert status in RETRYABLE
     stacks = [record.exc_info[0] for record in caplog.records if record.exc_info]
@@ -298,22 +301,6 @@ class Stuck:
             raise EngineLostError
         await asyncio.Event().wait()
         yield b""
-
-
-async def test_a_row_that_is_at_an_engine_is_kept_as_text_only() -> None:
-    class Body(dict[str, Any]):
-        """A body that can be watched."""
-
-    body = Body(BODY)
-    watched = weakref.ref(body)
-    engine = Engine(Stuck())
-    sending = asyncio.create_task(client_of({"demo": engine}).send(CHAT, body, ANNA))
-    del body
-    async with asyncio.timeout(LIMIT_S):
-        await engine.asked.wait()
-    assert watched() is None
-    sending.cancel()
-    await asyncio.wait([sending])
 
 
 def test_the_engines_of_an_adapter_are_those_of_its_model() -> None:
@@ -336,16 +323,16 @@ async def test_an_adapter_s_row_waits_for_the_model_s_first_replica(
     assert list(await client.refresh(wake=True)) == ["demo"]
     for _ in range(2):
         with pytest.raises(RequestError) as raised:
-            await client.send(CHAT, mine, ANNA)
+            await client.send(row(CHAT, mine))
         assert raised.value.status in RETRYABLE
     health["demo"] = ModelState(1, False, "")
     engine.stats = [{"adapters": [{"id": "demo:mine", "root": "mine"}]}]
     clock.now += MAX_AGE_S
-    assert (await client.send(CHAT, mine, ANNA)).status == 200
+    assert (await client.send(row(CHAT, mine))).status == 200
     assert [request.adapter for request in engine.requests] == ["demo:mine"]
     assert not await client.refresh(wake=True)
     with pytest.raises(RequestError) as raised:
-        await client.send(CHAT, BODY | {"model": "none"}, ANNA)
+        await client.send(row(CHAT, BODY | {"model": "none"}))
     assert raised.value.status == 404
 
 
@@ -360,7 +347,7 @@ async def test_the_load_is_that_of_the_engines_that_have_rows(health: dict[str, 
     assert await client.load(None) is None
     async with asyncio.TaskGroup() as group:
         rows = [
-            group.create_task(client.send(CHAT, BODY | {"model": name}, ANNA))
+            group.create_task(client.send(row(CHAT, BODY | {"model": name})))
             for name in ("demo", "other", "asleep")
         ]
         async with asyncio.timeout(LIMIT_S):
@@ -376,7 +363,7 @@ async def test_the_load_is_that_of_the_engines_that_have_rows(health: dict[str, 
     health["demo"] = ModelState(2, False, "")
     assert await client.load(None) is None
     engines["demo"].answering = answer(complete(PLAIN, b"{}"))
-    await client.send(CHAT, BODY, ANNA)
+    await client.send(row())
     # Rows that were answered meanwhile count: they may take less time than there is between two looks.
     assert await client.load(None) == EngineLoad(4, 6)
     assert await client.load(None) is None

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from pydantic_core import to_json
 from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError
 
@@ -11,7 +12,7 @@ from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import TIER_PRIORITY, Scheduling
 from serve_app.rows.errors import RunError
 from serve_app.rows.handle import HandleClient
-from serve_app.rows.rows import RowAnswer
+from serve_app.rows.rows import RowAnswer, RowRequest
 from tests.progress import STILL_S
 from tests.serve_app.jobs.generate_handle import Handle, put_in_place
 
@@ -27,7 +28,7 @@ def handle(monkeypatch: pytest.MonkeyPatch) -> Handle:
 def send(body: JSON = BODY) -> "asyncio.Task[RowAnswer]":
     """Send a row."""
     client = HandleClient("llm", "demo")
-    return asyncio.ensure_future(client.send("/generate", body, Scheduling()))
+    return asyncio.ensure_future(client.send(RowRequest("/generate", to_json(body), Scheduling())))
 
 
 async def status_of(call: "asyncio.Task[RowAnswer]") -> int:

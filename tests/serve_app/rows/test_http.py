@@ -8,13 +8,14 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic_core import to_json
 
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.rows.errors import RunError
 from serve_app.rows.http import HTTPClient
-from serve_app.rows.rows import RowAnswer
+from serve_app.rows.rows import RowAnswer, RowRequest
 from tests.progress import STILL_S
 from tests.serve_app.dataset.fake import FakeService, failure, listening
 
@@ -28,7 +29,7 @@ def http_client(answer: Callable[[httpx.Request], httpx.Response], **options: An
 
 async def send(client: HTTPClient, body: JSON = BODY) -> RowAnswer:
     """Send a row."""
-    return await client.send("/generate", body, Scheduling())
+    return await client.send(RowRequest("/generate", to_json(body), Scheduling()))
 
 
 async def test_a_call_has_the_key() -> None:

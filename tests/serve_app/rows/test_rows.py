@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.rows.rows import NO_TOKENS, RowTokens, together, tokens_of
+from serve_app.rows.rows import RowTokens, together, tokens_of
 
 
 @pytest.mark.parametrize(
@@ -31,9 +31,9 @@ from serve_app.rows.rows import NO_TOKENS, RowTokens, together, tokens_of
         ),
         ({"prompt_tokens": 5, "total_tokens": 5}, RowTokens(5)),
         ({"prompt_tokens": 5, "prompt_tokens_details": None}, RowTokens(5)),
-        ({"prompt_tokens": -1, "completion_tokens": "2"}, NO_TOKENS),
-        ({"prompt_tokens": True, "completion_tokens": 1e300}, NO_TOKENS),
-        ([], NO_TOKENS),
+        ({"prompt_tokens": -1, "completion_tokens": "2"}, RowTokens()),
+        ({"prompt_tokens": True, "completion_tokens": 1e300}, RowTokens()),
+        ([], RowTokens()),
     ],
 )
 def test_an_answer_reports_its_tokens(usage: Any, tokens: RowTokens) -> None:
@@ -42,9 +42,9 @@ def test_an_answer_reports_its_tokens(usage: Any, tokens: RowTokens) -> None:
 
 @pytest.mark.parametrize("answer", [{}, [], None, "text"])
 def test_an_answer_may_report_none(answer: Any) -> None:
-    assert tokens_of(answer) == NO_TOKENS
+    assert tokens_of(answer) == RowTokens()
 
 
 def test_tokens_are_added_up() -> None:
     assert together([RowTokens(1, 2, 3, 4), RowTokens(10, 20, 30, 40)]) == RowTokens(11, 22, 33, 44)
-    assert together([]) == NO_TOKENS
+    assert together([]) == RowTokens()

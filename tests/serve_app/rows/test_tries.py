@@ -1,24 +1,15 @@
 """One try of a row, and what follows from its answer."""
 
-import asyncio
 import threading
-import weakref
-from collections.abc import Collection
-from typing import Any
-
-from pydantic_core import from_json
 
 from serve_app.api.errors import RequestError
-from serve_app.api.protocol import JSON
-from serve_app.api.scheduling import Scheduling
 from serve_app.client import Backoff
 from serve_app.ingress.body import LARGE_BYTES
 from serve_app.jobs.batches import OpenBatch
 from serve_app.rows.pacing import Auto, Fixed
 from serve_app.rows.places import TakenRow
-from serve_app.rows.rows import QuotaError, Result, Row, RowAnswer
+from serve_app.rows.rows import QuotaError, Result, Row, RowAnswer, RowRequest
 from serve_app.rows.tries import Again, Sender
-from tests.progress import STILL_S
 from tests.serve_app.jobs.engine import Served
 from tests.serve_app.jobs.helpers import batch_of, row, text_of
 
@@ -32,14 +23,7 @@ class Script(Served):
     def __init__(self, *answers: RowAnswer | Exception) -> None:
         self._answers = list(answers)
 
-    async def send(
-        self,
-        endpoint: str,
-        body: JSON,
-        scheduling: Scheduling,
-        models: Collection[str] | None = None,
-        lost: Any = None,
-    ) -> RowAnswer:
+    async def send(self, request: RowRequest) -> RowAnswer:
         """Return the next answer."""
         answer = self._answers.pop(0)
         if isinstance(answer, Exception):
@@ -104,17 +88,10 @@ async def test_a_row_carries_the_engines_that_were_lost_with_it() -> None:
     class Losing(Script):
         """A client that loses an engine with each try."""
 
-        async def send(
-            self,
-            endpoint: str,
-            body: JSON,
-            scheduling: Scheduling,
-            models: Collection[str] | None = None,
-            lost: Any = None,
-        ) -> RowAnswer:
+        async def send(self, request: RowRequest) -> RowAnswer:
             """Answer, and note the loss."""
-            lost.append(f"engine {len(lost)}")
-            return await super().send(endpoint, body, scheduling)
+            request.lost.append(f"engine {len(request.lost)}")
+            return await super().send(request)
 
     full = RowAnswer(429, {})
     taken = taken_row()
@@ -123,49 +100,23 @@ async def test_a_row_carries_the_engines_that_were_lost_with_it() -> None:
 
 
 async def test_a_large_row_is_read_and_answered_beside_the_loop() -> None:
-    class Body(dict[str, Any]):
-        """A body that can be watched."""
-
-    class Taking(Script):
-        """A client that needs a row for a moment."""
-
-        async def send(
-            self,
-            endpoint: str,
-            body: JSON,
-            scheduling: Scheduling,
-            models: Collection[str] | None = None,
-            lost: Any = None,
-        ) -> RowAnswer:
-            """Forget the row, and answer once it is gone."""
-            loop, gone = asyncio.get_running_loop(), asyncio.Event()
-            # The thread that has read it holds it until it gets a core.
-            watched = weakref.ref(body, lambda _: loop.call_soon_threadsafe(gone.set))
-            del body
-            async with asyncio.timeout(STILL_S):
-                await gone.wait()
-            forgotten.append(watched() is None)
-            return RowAnswer(200, {})
-
     class Watched(OpenBatch):
         """A batch that notes the threads of its rows."""
 
-        def body(self, row: Row) -> JSON:
+        def body(self, row: Row) -> bytes:
             """Note the thread."""
             threads.add(threading.get_ident())
-            return Body(from_json(row.text)["body"])
+            return super().body(row)
 
         def result(self, row: Row, answer: RowAnswer, tries: int) -> Result:
             """Note the thread."""
             threads.add(threading.get_ident())
             return super().result(row, answer, tries)
 
-    forgotten: list[bool] = []
     threads: set[int] = set()
     large = Row(1, text_of(row("x", body={"model": "demo", "prompt": "x" * LARGE_BYTES})))
-    sender = Sender(Taking(), Fixed(1), Backoff(), 0)
+    sender = Sender(Script(RowAnswer(200, {})), Fixed(1), Backoff(), 0)
     assert isinstance(await sender.try_once(TakenRow(Watched(BATCH), large)), Result)
-    assert forgotten == [True]
     assert threads
     assert threading.get_ident() not in threads
 
