@@ -15,7 +15,7 @@ BUILD ?= $(or $(INSTALLED),$(if $(shell nvidia-smi --list-gpus 2>/dev/null | gre
 LINKS := $(foreach link,$(PIP_FIND_LINKS),--find-links $(link))
 TORCH := $(if $(filter gpu,$(BUILD)),--no-config $(LINKS),$(or $(LINKS),--torch-backend=cpu))
 
-.PHONY: help install other-build serve reference test quick test-all pytest test-batcher tests lint format check-vllm bench bench-gpu mutants soak release clean
+.PHONY: help install other-build serve reference test quick test-all pytest test-batcher tests lint format check-vllm bench bench-gpu mutants soak generate release clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -101,11 +101,14 @@ soak: install ## Run half an hour of load with faults at random; ARGS="--minutes
 mutants: install ## Put faults into the product, and count those that the tests catch; ARGS="--rooms=jobs", ARGS="--help".
 	@$(BIN)/python -m tests.mutants $(ARGS)
 
-release: install ## Write into dist/ what a release has beside its wheel and images: chart, dashboard, schema.
+generate: install ## Make what is made from other files: the Helm chart in build/chart, the dashboard, configs/schema.json.
+	@$(BIN)/python -m k8s.helm build/chart
+	@$(BIN)/python -m serve_app.cli schema > configs/schema.json
+
+release: generate ## Write into dist/ what a release has beside its wheel and images: chart, dashboard, schema.
 	@mkdir -p dist
-	@$(BIN)/python -m serve_app.cli schema > dist/schema.json
-	@$(BIN)/python -m k8s.dashboard > dist/dashboard.json
-	@tar --create --gzip --file dist/saturate-chart.tgz --directory k8s --transform 's/^chart/saturate/' chart
+	@cp configs/schema.json k8s/components/observability/dashboard.json dist
+	@tar --create --gzip --file dist/saturate-chart.tgz --directory build --transform 's/^chart/saturate/' chart
 
 clean: ## Remove what the other targets made.
 	rm -rf .venv .venv-batcher .tools build dist .bench .mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -1,8 +1,8 @@
-"""The Helm chart in k8s/chart, made from the manifests of k8s/ and the configs of configs/.
+"""Makes the Helm chart from the manifests of k8s/ and the configs of configs/: python -m k8s.helm build/chart
 
-The templates of the chart are written by hand. They put together `parts`: the documents of k8s/base and of
-each component, as `kubectl kustomize` renders them. `files` makes the parts, the configs, the values with
-their schema, and the values of each overlay; `python -m tests.reference` writes them.
+The templates of the chart, in k8s/chart, are written by hand. They put together `parts`: the documents of
+k8s/base and of each component, as `kubectl kustomize` renders them. `write` makes the parts, the configs, the
+values with their schema, and the values of each overlay, and copies the templates.
 """
 
 import json
@@ -11,13 +11,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
+from k8s.dashboard.__main__ import text, write_dashboard
 from serve_app.system.distribution import version
 from serve_app.system.yaml_text import Noted, Section, dump, render
 
@@ -31,7 +32,7 @@ NAME = "@name@"
 KEPT = {"command", "image", "secret", "secretKeyRef", "tls"}
 """Fields whose values are no names of the release's objects."""
 
-MADE = "Made by `make reference` from k8s/ and configs/."
+MADE = "Made by `make generate` from k8s/ and configs/."
 
 Document = dict[str, Any]
 Quantity = str | int | float
@@ -148,13 +149,25 @@ class ApiKeys(Part):
     )
 
 
-class Ingress(Part):
-    """A host name, through ingress-nginx."""
+class Gateway(Part):
+    """The Gateway: its listener has the certificate of the host name, and admits routes of this namespace."""
 
-    host: Name = Field(description="The host name; empty: no Ingress.")
-    className: Name = Field(description="Class of the Ingress.")
-    tlsSecret: Name = Field(description="Secret with the certificate; empty: no TLS.")
-    annotations: Labels = Field(description="Annotations beside those that the service needs.")
+    name: Name = Field(description="Name of the Gateway.")
+    namespace: Name = Field(description="Namespace of the Gateway.")
+    podNamespace: Name = Field(
+        description="Namespace of its pods, for the network policy; empty: the namespace of the Gateway."
+    )
+    podLabels: Labels = Field(
+        description="Labels of its pods, for the network policy; empty: the Gateway API's label "
+        "gateway.networking.k8s.io/gateway-name."
+    )
+
+
+class Route(Part):
+    """A host name, through a Gateway of the cluster (Gateway API)."""
+
+    host: Name = Field(description="The host name; empty: no HTTPRoute.")
+    gateway: Gateway
 
 
 class Redis(Part):
@@ -187,7 +200,6 @@ class Namespaces(Part):
     """Namespaces of the peers that the network policies name."""
 
     kuberay: Name = Field(description="KubeRay's.")
-    ingress: Name = Field(description="ingress-nginx'.")
     monitoring: Name = Field(description="Prometheus'.")
 
 
@@ -228,7 +240,7 @@ class Values(Part):
     cache: Cache
     huggingFace: HuggingFace
     apiKeys: ApiKeys
-    ingress: Ingress
+    httpRoute: Route
     redis: Redis
     batchGroup: BatchGroup
     observability: Observability
@@ -239,7 +251,7 @@ class Values(Part):
 # The manifests
 
 
-OPTIONS = ("api-keys", "batch-group", "incremental-upgrade", "ingress", "observability", "redis")
+OPTIONS = ("api-keys", "batch-group", "http-route", "incremental-upgrade", "observability", "redis")
 """Components that need no GPU group."""
 
 
@@ -247,6 +259,8 @@ class Manifests:
     """The documents that `kubectl kustomize` renders of k8s/."""
 
     def __init__(self) -> None:
+        # A file of components/observability, and of no use to the parts.
+        write_dashboard()
         self.base = _kustomize(K8S / "base")
         gpu = self._with("gpu")
         found = {name: self._with(name) for name in OPTIONS}
@@ -266,7 +280,7 @@ class Manifests:
                 "volume": _volumes(found["api-keys"])[-1],
                 "mount": container(groups["api-keys"])["volumeMounts"][-1],
             },
-            "ingress": {"documents": self._new(found["ingress"])},
+            "http-route": {"documents": self._new(found["http-route"])},
             "redis": {"options": redis, "documents": self._new(found["redis"])},
             "batch-group": {"group": groups["batch-group"], "documents": self._new(found["batch-group"])},
             "observability": {
@@ -367,7 +381,7 @@ def defaults(manifests: Manifests) -> Values:
     """Return the values with which the chart renders the manifests of a model of 7B."""
     cluster = manifests.parts["base"]["service"]["spec"]["rayClusterConfig"]
     gpu = manifests.parts["gpu"]["group"]
-    (tls,) = manifests.document("ingress", "Ingress")["spec"]["tls"]
+    (parent,) = manifests.document("http-route", "HTTPRoute")["spec"]["parentRefs"]
     redis = manifests.document("redis", "StatefulSet")["spec"]
     monitor = manifests.parts["observability"]["documents"][0]["metadata"]
     strategy = manifests.parts["incremental-upgrade"]["strategy"]
@@ -388,11 +402,11 @@ def defaults(manifests: Manifests) -> Values:
         ),
         huggingFace=HuggingFace(secret=_token(gpu)["name"], required=False),
         apiKeys=ApiKeys(secret=""),
-        ingress=Ingress(
+        httpRoute=Route(
             host="",
-            className=manifests.document("ingress", "Ingress")["spec"]["ingressClassName"],
-            tlsSecret=tls["secretName"],
-            annotations={},
+            gateway=Gateway(
+                name=parent["name"], namespace=parent["namespace"], podNamespace="", podLabels={}
+            ),
         ),
         redis=Redis(
             enabled=False,
@@ -410,7 +424,7 @@ def defaults(manifests: Manifests) -> Values:
         observability=Observability(enabled=False, release=monitor["labels"]["release"]),
         networkPolicy=NetworkPolicy(
             enabled=True,
-            namespaces=Namespaces(kuberay="kuberay", ingress="ingress-nginx", monitoring="monitoring"),
+            namespaces=Namespaces(kuberay="kuberay", monitoring="monitoring"),
         ),
         upgrade=Upgrade(
             type=manifests.parts["base"]["service"]["spec"]["upgradeStrategy"]["type"],
@@ -502,44 +516,51 @@ def difference(values: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
 # The files
 
 
-def files() -> dict[Path, str]:
-    """Return the generated files of the chart, by path."""
-    manifests = Manifests()
+def write(folder: Path) -> None:
+    """Write the chart, in the place of a chart that is there.
+
+    Args:
+        folder: The folder of the chart.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(CHART, folder)
+    for path, content in _files(Manifests()).items():
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_text(content)
+
+
+def _files(manifests: Manifests) -> dict[str, str]:
+    """Return the files that are made, by path in the chart."""
     usual = defaults(manifests)
     found = {
-        CHART / "Chart.yaml": _chart(),
-        CHART / "values.yaml": render(
+        "Chart.yaml": _chart(),
+        "values.yaml": render(
             _commented(usual), f"The values of the chart. {MADE} README.md has a table of them."
         ),
-        CHART / "values.schema.json": json.dumps(schema(), indent=1, ensure_ascii=False) + "\n",
-        CHART / "README.md": _readme(usual),
-        CHART / "dashboard.json": (K8S / "components/observability/dashboard.json").read_text(),
+        "values.schema.json": json.dumps(schema(), indent=1, ensure_ascii=False) + "\n",
+        "dashboard.json": text(),
     }
     for name, part in manifests.parts.items():
-        found[CHART / f"parts/{name}.yaml"] = f"# {MADE}\n{dump(renamed(part))}"
-    for name, text in configs().items():
-        found[CHART / f"configs/{name}.yaml"] = text
+        found[f"parts/{name}.yaml"] = f"# {MADE}\n{dump(renamed(part))}"
+    for name, config in configs().items():
+        found[f"configs/{name}.yaml"] = config
     for name, documents in manifests.overlays.items():
         whole = of_overlay(documents, usual).model_dump()
         values = {"config": whole["config"], **difference(whole, usual.model_dump())}
-        found[CHART / f"overlays/{name}.yaml"] = (
-            f"# {MADE} The values of k8s/overlays/{name}.\n{dump(values)}"
-        )
+        found[f"overlays/{name}.yaml"] = f"# {MADE} The values of k8s/overlays/{name}.\n{dump(values)}"
     return found
 
 
-def left_over(made: Collection[Path]) -> list[Path]:
-    """Return the files in the folders of generated files that are not among those made."""
-    folders = {path.parent for path in made if path.is_relative_to(CHART)} - {CHART}
-    return sorted(path for folder in folders for path in folder.iterdir() if path not in made)
-
-
-def _readme(values: Values) -> str:
+def page() -> str:
     """Return the chart's page: its text as it is, and the table of the values."""
     heading = "## Values\n"
-    text, _, _ = (CHART / "README.md").read_text().partition(heading)
-    rows = [f"| `{path}` | `{json.dumps(value)}` | {about} |" for path, value, about in _rows(values)]
-    return "\n".join([f"{text}{heading}", MADE, "", "| value | default | |", "|---|---|---|", *rows]) + "\n"
+    before, _, _ = (CHART / "README.md").read_text().partition(heading)
+    rows = [
+        f"| `{path}` | `{json.dumps(value)}` | {about} |"
+        for path, value, about in _rows(defaults(Manifests()))
+    ]
+    made = "Made by `make reference`."
+    return "\n".join([f"{before}{heading}", made, "", "| value | default | |", "|---|---|---|", *rows]) + "\n"
 
 
 def _chart() -> str:
@@ -590,3 +611,7 @@ def _rows(part: Part, above: str = "") -> list[tuple[str, Any, str]]:
             shown = value.model_dump() if isinstance(value, Part) else value
             found.append((f"{above}{name}", shown, about))
     return found
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))

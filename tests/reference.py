@@ -8,7 +8,7 @@ import ast
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from serve_app.auth.keys import Key
 from serve_app.cli.main import COMMANDS, saturate
 from serve_app.ingress.api_document import FILE
 from serve_app.settings.environment import OF_CONTROLLER, OF_REPLICAS, SHARED
-from serve_app.settings.json_schema import config_schema
 from serve_app.settings.schema import Settings
 from serve_app.settings.user_config import UserConfig
 from serve_app.stats import ServiceHealth, ServiceStats
@@ -48,11 +47,6 @@ def settings() -> str:
     )
     sections = (_section(roots.get(name, name), definitions[name]) for name in order)
     return "\n".join([head, *sections, _environment()])
-
-
-def schema() -> str:
-    """Return the JSON Schema as a file."""
-    return json.dumps(config_schema(), indent=1, ensure_ascii=False) + "\n"
 
 
 def _reached(name: str, definitions: Mapping[str, JSON]) -> Iterator[str]:
@@ -248,7 +242,7 @@ def _lines(*lines: str) -> str:
 
 PAGES: Mapping[Path, Callable[[], str]] = {
     ROOT / "configs/reference.md": settings,
-    ROOT / "configs/schema.json": schema,
+    ROOT / "k8s/chart/README.md": helm.page,
     DOCS / "reference/commands.md": commands,
     DOCS / "reference/metrics.md": metrics,
     DOCS / "reference/stats.md": statistics,
@@ -258,31 +252,15 @@ PAGES: Mapping[Path, Callable[[], str]] = {
 """The generated pages, and what makes each."""
 
 
-def files() -> dict[Path, str]:
-    """Return the generated files: the pages, and the files of the Helm chart."""
-    return {path: made() for path, made in PAGES.items()} | helm.files()
-
-
-def stale(made: Mapping[Path, str]) -> Iterable[Path]:
-    """Yield the files that differ from the code, and those of the chart that nothing makes any more."""
-    for path, text in made.items():
-        if not path.exists() or path.read_text() != text:
-            yield path
-    yield from helm.left_over(made)
-
-
 def main() -> None:
     """Write the files, or check them."""
-    made = files()
+    made = {path: make() for path, make in PAGES.items()}
     if grown := limits.grown(limits.counted(), limits.recorded()):
         sys.exit("\n".join(grown))
     if "--check" in sys.argv[1:]:
-        found = [str(path.relative_to(ROOT)) for path in stale(made)]
+        found = [str(path.relative_to(ROOT)) for path, text in made.items() if path.read_text() != text]
         sys.exit(f"stale, run `make reference`: {', '.join(found)}" if found else 0)
-    for path in helm.left_over(made):
-        path.unlink()
     for path, text in made.items():
-        path.parent.mkdir(exist_ok=True)
         path.write_text(text)
     limits.record()
 

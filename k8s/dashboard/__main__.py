@@ -1,9 +1,8 @@
-"""Prints the Grafana dashboard as JSON.
-
-python -m k8s.dashboard > k8s/components/observability/dashboard.json
-"""
+"""Prints the Grafana dashboard as JSON: python -m k8s.dashboard"""
 
 import json
+import os
+from pathlib import Path
 from typing import Any
 
 from k8s.dashboard.panel import Panel
@@ -109,8 +108,16 @@ def _variable(label: str) -> dict[str, Any]:
 
 
 def text() -> str:
-    """Return the dashboard as the file that is in the repository."""
+    """Return the dashboard as the file that Grafana imports."""
     return json.dumps(dashboard(), indent=1) + "\n"
+
+
+def write_dashboard() -> None:
+    """Write the file of k8s/components/observability, whole at any moment."""
+    path = Path(__file__).parents[1] / "components/observability/dashboard.json"
+    new = path.with_name(f".{os.getpid()}.json")
+    new.write_text(text())
+    new.replace(path)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from ray.serve._private.build_app import build_app
 
 from serve_app.app import INGRESS_RESOURCE, build
 from serve_app.settings.environment import OF_CONTROLLER, OF_REPLICAS, Variable
-from serve_app.settings.schema import parse
 from tests.k8s.pods import Pod, of_kind, pods
 from tests.k8s.rendering import Document
 
@@ -18,7 +17,6 @@ AGENT_PORT = 52365
 """The path on which Ray's agent on each node answers health checks."""
 SERVICE = "saturate-serve-svc"
 """KubeRay's name for the Service of the RayService `saturate`."""
-NGINX = "nginx.ingress.kubernetes.io"
 MARGIN_S = 30
 """Seconds that each of the times of a shutdown is longer than the one that it waits for."""
 
@@ -34,8 +32,8 @@ def problems(documents: list[Document]) -> Iterator[str]:
     for service in of_kind(documents, "RayService"):
         config = yaml.safe_load(service["spec"]["serveConfigV2"])
         yield from _redis(service["spec"]["rayClusterConfig"], documents)
-        for ingress in of_kind(documents, "Ingress"):
-            yield from _proxy(ingress, config)
+        for route in of_kind(documents, "HTTPRoute"):
+            yield from _route(route, config)
         found = list(pods([service]))
         yield from _groups(service["spec"]["rayClusterConfig"], config)
         yield from _ports(found, config)
@@ -201,26 +199,11 @@ def _redis(cluster: dict[str, Any], documents: list[Document]) -> Iterator[str]:
         yield f"spec.rayClusterConfig.gcsFaultToleranceOptions.redisAddress: none of {sorted(services)}"
 
 
-def _proxy(ingress: Document, config: dict[str, Any]) -> Iterator[str]:
-    """The proxy in front waits longer, and takes more, than the service: the service says why it refuses."""
-    silent = int(
-        _variables(OF_CONTROLLER, config["controller_options"])["RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S"]
-    )
-    largest = parse(config["applications"][0]["args"]).ingress.max_body_bytes
-    annotations = ingress["metadata"].get("annotations", {})
-
-    def value(name: str) -> str:
-        return str(annotations.get(f"{NGINX}/{name}", ""))
-
-    for name in ("proxy-read-timeout", "proxy-send-timeout"):
-        if int(value(name) or 60) <= silent:
-            yield f"metadata.annotations.{NGINX}/{name}: must be more than HAProxy's {silent} s"
-    if int(value("proxy-body-size").removesuffix("m") or 1) << 20 <= largest:
-        yield f"metadata.annotations.{NGINX}/proxy-body-size: must be more than the service's {largest} bytes"
-    for name in ("proxy-buffering", "proxy-request-buffering", "proxy-next-upstream"):
-        if value(name) != "off":
-            yield f"metadata.annotations.{NGINX}/{name}: must be off"
-    for index, rule in enumerate(ingress["spec"]["rules"]):
-        backend = rule["http"]["paths"][0]["backend"]["service"]
-        if backend != {"name": SERVICE, "port": {"name": "serve"}}:
-            yield f"spec.rules[{index}].http.paths[0].backend.service: must be the port serve of {SERVICE}"
+def _route(route: Document, config: dict[str, Any]) -> Iterator[str]:
+    """The Gateway leaves the end of an answer to HAProxy: a stream may be as long as HAProxy allows."""
+    backend = {"name": SERVICE, "port": config["http_options"]["port"]}
+    for index, rule in enumerate(route["spec"]["rules"]):
+        if rule.get("timeouts", {}).get("request") != "0s":
+            yield f"spec.rules[{index}].timeouts.request: must be 0s, for streams of any length"
+        if rule["backendRefs"] != [backend]:
+            yield f"spec.rules[{index}].backendRefs[0]: must be {backend}"

@@ -1,19 +1,33 @@
-"""Renders the Helm chart with Helm's own library, without a cluster."""
+"""Makes the Helm chart, and renders it with Helm's own library, without a cluster."""
 
+import functools
+import tempfile
 from collections.abc import Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from k8s.helm import CHART
+from k8s import helm
 from tests.k8s.rendering import Document
 
 needs_helm = pytest.mark.skipif(
     find_spec("helm_python") is None,
     reason="Helm's library isn't installed (helm-python-sdk, Linux on x86-64)",
 )
+
+
+_FOLDER = tempfile.TemporaryDirectory()
+
+
+@functools.cache
+def made() -> Path:
+    """Return the folder of the chart, as `make generate` makes it."""
+    folder = Path(_FOLDER.name, "chart")
+    helm.write(folder)
+    return folder
 
 
 class ChartError(ValueError):
@@ -43,7 +57,7 @@ def notes(values: Mapping[str, Any] | None = None, release: str = "saturate") ->
 
 def overlay_values(name: str) -> dict[str, Any]:
     """Return the values of an overlay."""
-    found: dict[str, Any] = yaml.safe_load((CHART / f"overlays/{name}.yaml").read_text())
+    found: dict[str, Any] = yaml.safe_load((made() / f"overlays/{name}.yaml").read_text())
     return found
 
 
@@ -62,7 +76,7 @@ def lint(values: Mapping[str, Any] | None = None) -> list[str]:
     """Return what `helm lint --strict` finds, without its advice."""
     from helm_python import chart
 
-    report = chart.lint(CHART, dict(values or {}), strict=True)
+    report = chart.lint(made(), dict(values or {}), strict=True)
     # 1 is advice.
     return [*report["errors"], *(one["error"] for one in report["messages"] if one["severity"] > 1)]
 
@@ -71,7 +85,7 @@ def _rendered(values: Mapping[str, Any] | None, release: str) -> dict[str, str]:
     from helm_python.chart import Chart
     from helm_python.errors import HelmRenderError, HelmValuesError
 
-    with Chart.load(CHART) as chart:
+    with Chart.load(made()) as chart:
         try:
             found: dict[str, str] = chart.render(dict(values or {}), name=release, namespace="team")
         except (HelmRenderError, HelmValuesError) as error:

@@ -1,6 +1,5 @@
 """The rules for Prometheus and the queries of the dashboard."""
 
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from k8s.dashboard.__main__ import dashboard
 from tests.k8s.rendering import K8S
 
 OBSERVABILITY = K8S / "components" / "observability"
@@ -46,8 +46,7 @@ def queries(interval: str) -> Iterator[tuple[str, str]]:
     Args:
         interval: What stands for Grafana's `$__rate_interval`.
     """
-    dashboard = json.loads((OBSERVABILITY / "dashboard.json").read_text())
-    for panel in dashboard["panels"]:
+    for panel in dashboard()["panels"]:
         for target in panel.get("targets", ()):
             expr = target["expr"].replace("$__rate_interval", interval)
             for variable in ("$application", "$model"):

@@ -9,7 +9,7 @@ from tests.k8s.rendering import Document
 
 NAME = "kubernetes.io/metadata.name"
 """A label that Kubernetes gives every namespace, and nobody can change."""
-APP, COMPONENT = "app.kubernetes.io/name", "app.kubernetes.io/component"
+APP = "app.kubernetes.io/name"
 GATEWAY = "gateway.networking.k8s.io/gateway-name"
 PART_OF, NODE = "app.kubernetes.io/part-of", "ray.io/node-type"
 
@@ -17,7 +17,7 @@ HERE = "team"
 """The namespace that the documents are applied to."""
 NAMESPACES = {
     name: {NAME: name}
-    for name in (HERE, "kuberay", "monitoring", "ingress-nginx", "kube-system", "clients", "elsewhere")
+    for name in (HERE, "kuberay", "monitoring", "gateway", "kube-system", "clients", "elsewhere")
 }
 NAMESPACES["clients"]["saturate/clients"] = "true"
 
@@ -26,9 +26,7 @@ OTHERS = {
     "operator": {APP: "kuberay-operator"},
     "prometheus": {APP: "prometheus"},
     "grafana": {APP: "grafana"},
-    "nginx": {APP: "ingress-nginx", COMPONENT: "controller"},
-    "nginx's page": {APP: "ingress-nginx", COMPONENT: "default-backend"},
-    "another controller": {COMPONENT: "controller"},
+    "front gateway": {GATEWAY: "gateway"},
     "gateway": {GATEWAY: "saturate-gateway"},
     "another gateway": {GATEWAY: "another"},
     "client": {"saturate/client": "true"},
@@ -88,7 +86,7 @@ def expected(source: Place, target: Place, protocol: str, port: int) -> bool:
         return False
     allowed: set[int] = set()
     if target.role in CLUSTER:
-        roles = {role: {8000} for role in ("client", "job", "nginx", "gateway")}
+        roles = {role: {8000} for role in ("client", "job", "front gateway", "gateway")}
         roles |= {"batch": RAY, "operator": {8000, 8265}, "prometheus": {8080, 44217, 44227}}
         allowed = roles.get(source.role, allowed)
     elif (source.role, target.role) == ("operator", "job"):
@@ -164,8 +162,8 @@ def _others(documents: list[Document]) -> list[Place]:
     roles = {("kuberay", "operator"), (HERE, "client"), ("clients", "client"), ("kube-system", "dns")}
     if of_kind(documents, "PodMonitor"):
         roles.add(("monitoring", "prometheus"))
-    if of_kind(documents, "Ingress"):
-        roles.add(("ingress-nginx", "nginx"))
+    if of_kind(documents, "HTTPRoute"):
+        roles.add(("gateway", "front gateway"))
     for service in of_kind(documents, "RayService"):
         if "clusterUpgradeOptions" in service["spec"]["upgradeStrategy"]:
             roles.add((HERE, "gateway"))

@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from k8s.dashboard.__main__ import write_dashboard
+
 Document = dict[str, Any]
 
 REPOSITORY = Path(__file__).parents[2]
@@ -52,6 +54,8 @@ def with_components(overlay: Path, names: Sequence[str], folder: Path) -> Path:
         names: Folders of k8s/components.
         folder: Where it is written.
     """
+    if "observability" in names:
+        write_dashboard()
     components = [os.path.relpath(K8S / "components" / name, folder) for name in names]
     content = {"resources": [os.path.relpath(overlay, folder)], "components": components}
     (folder / "kustomization.yaml").write_text(yaml.safe_dump(content))

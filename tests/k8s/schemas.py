@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from ray.serve.schema import ServeDeploySchema
 
 from serve_app.settings.schema import SettingsError, parse
-from tests.k8s import monitoring
+from tests.k8s import gateway, monitoring
 from tests.k8s.rendering import REPOSITORY, Document
 
 KUBERNETES = "1.34"
@@ -53,10 +53,13 @@ def crd(kind: str, version: str) -> dict[str, Any]:
 def problems(document: Document) -> Iterator[str]:
     """Yield what is wrong with a document, each with its path."""
     group, _, version = document["apiVersion"].partition("/")
-    if group in {"ray.io", "monitoring.coreos.com"}:
+    if group in {"ray.io", "monitoring.coreos.com", "gateway.networking.k8s.io"}:
         metadata = {name: value for name, value in document["metadata"].items() if name != "name"}
         yield from unknown(metadata, {"labels", "annotations", "namespace"}, "metadata")
-        schema = crd(document["kind"], version) if group == "ray.io" else monitoring.schema(document)
+        if group == "ray.io":
+            schema = crd(document["kind"], version)
+        else:
+            schema = gateway.SCHEMA if document["kind"] == "HTTPRoute" else monitoring.schema(document)
         yield from structural(schema, document, "")
     else:
         try:

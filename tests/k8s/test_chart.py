@@ -22,7 +22,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "batch-group": {"batchGroup": {"enabled": True}},
     "cache-per-pod": {"cache": {"perPod": True, "size": "64Gi"}},
     "incremental-upgrade": {"upgrade": {"type": "NewClusterWithIncrementalUpgrade"}},
-    "ingress": {"ingress": {"host": "llm.example.com"}},
+    "http-route": {"httpRoute": {"host": "llm.example.com"}},
     "observability": {"observability": {"enabled": True}},
     "redis": {"redis": {"enabled": True}},
 }
@@ -175,12 +175,14 @@ def test_volumes_have_the_class_and_the_size_of_the_values() -> None:
 
 def test_policies_name_the_namespaces_of_the_values_or_are_left_out() -> None:
     everything = merged(*OPTIONS.values())
-    names = {"kuberay": "operators", "ingress": "front-door", "monitoring": "metrics"}
-    text = yaml.safe_dump(
-        of_kind(render_chart(everything | {"networkPolicy": {"namespaces": names}}), "NetworkPolicy")
-    )
-    assert all(f"metadata.name: {name}" in text for name in names.values())
-    assert not any(f"metadata.name: {name}" in text for name in ("kuberay", "ingress-nginx", "monitoring"))
+    names = {"kuberay": "operators", "monitoring": "metrics"}
+    pods = {"podNamespace": "front-door", "podLabels": {"app": "envoy"}}
+    values = merged(everything, {"networkPolicy": {"namespaces": names}, "httpRoute": {"gateway": pods}})
+    text = yaml.safe_dump(of_kind(render_chart(values), "NetworkPolicy"))
+    assert all(f"metadata.name: {name}" in text for name in [*names.values(), "front-door"])
+    assert not any(f"metadata.name: {name}" in text for name in ("kuberay", "gateway", "monitoring"))
+    assert "app: envoy" in text
+    assert "gateway-name: gateway\n" not in text
     assert of_kind(render_chart(everything | {"networkPolicy": {"enabled": False}}), "NetworkPolicy") == []
 
 

@@ -1,15 +1,14 @@
 """The page "From one GPU to a cluster"; tests/test_docs.py checks its commands, options and links."""
 
-import json
 import re
 
 import yaml
 from click.testing import CliRunner
 
+from k8s.dashboard.__main__ import dashboard
 from serve_app.cli.serve import serve
 from serve_app.settings.completion import complete_config
 from serve_app.settings.environment import CONTROLLER, HOOK, OFFLINE, REPLICAS
-from tests.k8s.rendering import K8S
 from tests.pages import anchors, read
 
 PAGE = "k8s/from-one-gpu.md"
@@ -32,8 +31,7 @@ def test_every_step_has_a_command_and_what_to_look_at() -> None:
 
 
 def test_the_panels_are_on_the_dashboard() -> None:
-    dashboard = json.loads((K8S / "components/observability/dashboard.json").read_text())
-    titles = {panel["title"] for panel in dashboard["panels"]}
+    titles = {panel["title"] for panel in dashboard()["panels"]}
     _, _, table = read(PAGE).partition("| panel | what it tells |\n")
     named = re.findall(r"`([^`]+)`", "".join(line.partition(" | ")[0] for line in table.splitlines()))
     assert len(named) > 5

@@ -60,10 +60,8 @@ def test_nothing_is_wrong_with_it_and_every_option(overlay: Path, tmp_path: Path
 @needs_crds
 def test_nothing_is_wrong_with_the_demo_and_the_options_that_it_names(tmp_path: Path) -> None:
     overlay = K8S / "overlays" / "demo-cpu"
-    assert (
-        problems(render(with_components(overlay, ["redis", "batch-group", "api-keys", "ingress"], tmp_path)))
-        == []
-    )
+    options = ["redis", "batch-group", "api-keys", "http-route"]
+    assert problems(render(with_components(overlay, options, tmp_path))) == []
 
 
 @every_overlay

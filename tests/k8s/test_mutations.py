@@ -23,7 +23,7 @@ CONTAINER = f"{POD}.containers[0]"
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> list[Document]:
     """The overlay with a GPU, and every option."""
-    options = ["redis", "incremental-upgrade", "batch-group", "api-keys", "ingress", "observability"]
+    options = ["redis", "incremental-upgrade", "batch-group", "api-keys", "http-route", "observability"]
     return render(
         with_components(K8S / "overlays" / "qwen2.5-7b-l4", options, tmp_path_factory.mktemp("full"))
     )
@@ -96,10 +96,11 @@ WRONG: list[tuple[str, str, object]] = [
     ("NetworkPolicy", "spec.ingress[1].from[0].namespaceSelector", {}),
     ("PodDisruptionBudget", "spec.selector.matchLabels", {"ray.io/group": "ingress"}),
     ("PodDisruptionBudget", "spec.minAvailable", [1]),
-    ("Ingress", "metadata.annotations.nginx/ingress/kubernetes/io|proxy-read-timeout", "60"),
-    ("Ingress", "metadata.annotations.nginx/ingress/kubernetes/io|proxy-body-size", "1m"),
-    ("Ingress", "metadata.annotations.nginx/ingress/kubernetes/io|proxy-buffering", "on"),
-    ("Ingress", "spec.rules[0].http.paths[0].backend.service.name", "saturate"),
+    ("HTTPRoute", "spec.rules[0].timeouts.request", "15s"),
+    ("HTTPRoute", "spec.rules[0].timeouts.request", "0 s"),
+    ("HTTPRoute", "spec.rules[0].timeout", {"request": "0s"}),
+    ("HTTPRoute", "spec.rules[0].backendRefs[0].name", "saturate"),
+    ("HTTPRoute", "spec.parentRefs[0].name", 1),
     ("PrometheusRule", "spec.groups[1].rules[0].for", "2 minutes"),
     ("PrometheusRule", "apiVersion", "monitoring.coreos.com/v2"),
     ("PodMonitor/saturate-workers", "spec.podMetricsEndpoints[0].port", "as-metrics"),
