@@ -79,15 +79,15 @@ class Batcher(ABC, Generic[EntryT]):
         return self._recorder.observations
 
     def weigh(self, tenant: str, weight: float | None) -> None:
-        """Weigh what a tenant is served from now on in its own way; None: as `tenant_weights` says."""
+        """Set the weight of a tenant from now on; None: the weight in `tenant_weights`."""
         self._queue.tenants.weigh(tenant, weight)
 
     def set_tenant_weights(self, weights: Mapping[str, float]) -> None:
-        """Change `tenant_weights`, also for those that wait; what they were served is not counted anew."""
+        """Change `tenant_weights`, also for waiting records; what tenants were served is not counted anew."""
         self._queue.tenants.set_weights(weights)
 
     def _common_stats(self, now: float) -> dict[str, Any]:
-        """Return the fields of `Stats`, but for what runs."""
+        """Return the fields of `Stats`, without those of running records."""
         queue = self._queue
         return self._recorder.common(now) | {
             "total_submitted": queue.entered,
@@ -103,7 +103,7 @@ class Batcher(ABC, Generic[EntryT]):
     ) -> float:
         """Return the seconds that records submitted now, of this cost together, would wait for their start.
 
-        Without a tenant they go behind their whole tier. What waits in lower tiers doesn't count.
+        Without a tenant they go behind their whole tier. Records in lower tiers don't count.
         """
 
     async def start(self) -> None:
@@ -117,15 +117,15 @@ class Batcher(ABC, Generic[EntryT]):
         self._recorder.open(self._clock())
 
     async def stop(self, drain: bool = True, timeout: float | None = None) -> None:  # noqa: ASYNC109
-        """Refuse new records, finish the others, then stop. May be called twice, and again later.
+        """Refuse new records, finish the accepted records, then stop. May be called twice, and again later.
 
         Args:
-            drain: Let what waits run first; False: it fails with `Closed`. What runs may finish.
-            timeout: Seconds after which what waits fails with `Closed`, and functions are cancelled; a result
-                of a thread is dropped, and slots that callers hold are no longer waited for.
+            drain: Let waiting records run first; False: they fail with `Closed`. Running records may finish.
+            timeout: Seconds after which waiting records fail with `Closed`, and functions are cancelled; a
+                result of a thread is dropped, and slots that callers hold are no longer waited for.
 
         Raises:
-            RuntimeError: It is called from what it would wait for, or from another event loop.
+            RuntimeError: It is called from a task that it would wait for, or from another event loop.
         """
         checks.flag("drain", drain)
         if timeout is not None:
@@ -215,7 +215,7 @@ class Batcher(ABC, Generic[EntryT]):
         raise QueueFull(*bound, entry._place.retry_after(entry.priority, wait_s, self._clock()))
 
     async def _wait_for_space(self, entry: EntryT) -> None:
-        """Wait until an entry is admitted that waits outside; raise what it was refused for."""
+        """Wait until an entry that waits outside is admitted; raise the error of its refusal."""
         entry.space = self.loop.create_future()
         await entry.space
         if not entry.admitted:
@@ -304,4 +304,4 @@ class Batcher(ABC, Generic[EntryT]):
 
     @abstractmethod
     def _abort(self) -> list["asyncio.Task[Any]"]:
-        """Give up what runs; return the tasks that are still to end."""
+        """Give up running records; return the tasks that are still to end."""

@@ -17,11 +17,11 @@ QUIET_PASSES = 3  # passes of the event loop without a new record, after which n
 
 @dataclass(slots=True, eq=False)
 class BatchDelay:
-    """Holds a partial batch back as long as records are arriving, or others are worth waiting for.
+    """Holds a partial batch back while records are arriving, or while more records are worth waiting for.
 
-    It learns how long a batch takes, and how many records follow a partial one that could have waited.
-    Waiting pays if the batches' time that it saves to those that follow is more than the wait that it costs
-    those that are there, and them. Fewer records than `_least` wait until the timeout in any case.
+    It learns how long a batch takes, and how many records follow a partial batch that could have waited.
+    Waiting pays if it saves the following records more time in batches than it costs all records in waiting.
+    Fewer records than `_least` wait until the timeout in any case.
     """
 
     _queue: RequestQueue[Any]
@@ -37,7 +37,7 @@ class BatchDelay:
     _complete_at: float | None = None
 
     def hold(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Hold back what waits, and look anew when it has just become enough."""
+        """Hold waiting records back, and look again when they have just become enough."""
         waits = hasattr(self._handle, "when")  # it is a timer, of whatever kind of event loop
         if self._handle is None or (waits and self._queue.total == self._least):
             self.release()
@@ -45,7 +45,7 @@ class BatchDelay:
             self._handle = loop.call_soon(self._look, loop, leave_by)
 
     def release(self) -> float | None:
-        """Hold nothing back any more; return since when the batch could have waited for others."""
+        """Hold nothing back any more; return since when the batch could have waited for more records."""
         if self._handle is not None:
             self._handle.cancel()
         complete_at = self._complete_at
@@ -53,7 +53,7 @@ class BatchDelay:
         return complete_at
 
     def learn(self, batch_s: float, complete_at: float | None, batch: list[Any]) -> None:
-        """Take in the time of a batch, and since when it could have waited for others."""
+        """Note the time of a batch, and since when it could have waited for more records."""
         before_s = batch_s if self.batch_s is None else self.batch_s
         self.batch_s = before_s + SMOOTHING * (batch_s - before_s)
         if complete_at is not None:

@@ -29,8 +29,8 @@ class Lanes(Protocol):
     """Owner of what records need beside cost, such as the places of adapters on a device.
 
     A `ContinuousBatcher` calls it when it decides, never from another thread; no call may wait. A need is a
-    name, as given to `ContinuousBatcher.slot`. A record starts only with all its needs. If one is refused,
-    the record is passed by: it keeps its place in the queue, and others behind it may start. A refused need
+    name, as given to `ContinuousBatcher.slot`. A record starts only with all its needs. If a need is refused,
+    the record is passed by: it keeps its place in the queue, and records behind it may start. A refused need
     is not asked for again until `give` or `unwanted` returns True, or `ContinuousBatcher.reopen` is called.
     """
 
@@ -78,7 +78,7 @@ class Slot(Entry[None]):
     async def enter(self) -> Self:
         """Return once the slot runs or is in the queue; it waits outside while the queue is full.
 
-        `async with` waits for its start then. The errors are those of `ContinuousBatcher.slot`.
+        `async with` waits for its start then. The errors are as in `ContinuousBatcher.slot`.
         """
         if self.entered:
             raise RuntimeError("a slot can be entered once; call slot() for another")
@@ -96,7 +96,7 @@ class Slot(Entry[None]):
         """Enter at once: the slot runs or is in the queue when this returns.
 
         Raises:
-            QueueFull: There is no space; says when to try again. The other errors are those of `enter`.
+            QueueFull: There is no space; says when to try again. The other errors are as in `enter`.
         """
         if self.entered:
             raise RuntimeError("a slot can be entered once; call slot() for another")
@@ -149,7 +149,7 @@ class Slot(Entry[None]):
             self.exception()  # Python reports errors that are not looked at; nobody may wait for this one
 
     def give(self, need: str) -> None:
-        """Give one of its needs back before it leaves; again, or after it has left, does no harm.
+        """Give a need back before the slot leaves; a second call, or a late call, does no harm.
 
         Raises:
             ValueError: It has no such need.
@@ -164,8 +164,8 @@ class Slot(Entry[None]):
     def correct(self, prompt_tokens: int, max_tokens: int) -> None:
         """Replace the bound with which it was admitted by its tokens, which are known now.
 
-        Its cost may shrink, so that others start at once, or grow, even beyond the capacity. Its tenant is
-        charged for the new cost at once. Does nothing once it has left.
+        Its cost may shrink, so that other records start at once, or grow, even beyond the capacity. Its
+        tenant is charged for the new cost at once. Does nothing once it has left.
 
         Args:
             prompt_tokens, max_tokens: As for `ContinuousBatcher.slot`, of all its records together.
@@ -203,8 +203,9 @@ class Slot(Entry[None]):
     def report(self, output_tokens: int) -> None:
         """Tell how many tokens the slot's records have produced in all, not since the last report.
 
-        With `max_utilization`, what a background slot reserves follows. A slot that outgrows the most that it
-        may produce reserves more, even beyond the capacity: nothing new starts until there is space again.
+        With `max_utilization`, the reservation of a background slot follows. A slot that outgrows the most
+        that it may produce reserves more, even beyond the capacity: nothing new starts until there is space
+        again.
         """
         checks.whole("output_tokens", output_tokens, 0)
         self.output_tokens = output_tokens
@@ -233,7 +234,7 @@ class SlotOptions(TypedDict, total=False):
 
 
 class ContinuousBatcher(Batcher[Slot]):
-    """Admits records to an engine that batches continuously, by what they cost.
+    """Admits records to an engine that batches continuously, by their cost.
 
     A record starts when its cost fits into what is left of `capacity`, in the order of `RequestQueue`,
     and leaves when its block ends. A batch is never frozen::
@@ -245,8 +246,9 @@ class ContinuousBatcher(Batcher[Slot]):
     Args:
         capacity: Cost that may run at once, in tokens of KV cache for an LLM.
         max_running: Records that may run at once, also of one slot; None: no bound but `places`.
-        places: Records in one step of the engine, which queues what is beyond. So many run, and as many wait
-            there as end until others could come: so no place stays empty. None: there is no such limit.
+        places: Records in one step of the engine, which queues further records. This many records run, and
+            the engine also has the records that take the places of records ending soon: so no place stays
+            empty. None: there is no such limit.
         max_queue_size, max_queue_cost: Records, and cost, that may wait, see the README; None: no bound.
         policy: A record that names its tokens reserves, by "guaranteed_no_evict", the most it may use. By
             "max_utilization" background records together reserve what answers of their tenants lead to
@@ -345,8 +347,8 @@ class ContinuousBatcher(Batcher[Slot]):
         `await slot.enter()` waits for space alone, `slot_nowait` for nothing.
 
         Args:
-            cost: What the record holds while it runs; or else `prompt_tokens` and `max_tokens`. It may be a
-                bound, see `Slot.correct`.
+            cost: Capacity that the record holds while it runs; or else `prompt_tokens` and `max_tokens`. It
+                may be a bound, see `Slot.correct`.
             priority, tenant: Its tier, lower goes first, and the name of its tenant.
             deadline, timeout: Time on `clock` by which it must have started; the same in seconds from now.
             prompt_tokens, max_tokens: Tokens of the prompt, and the most that may be produced.
@@ -386,7 +388,7 @@ class ContinuousBatcher(Batcher[Slot]):
         """Enter a slot at once: it runs or waits in the queue when this returns.
 
         `async with` waits for its start, and gives it back; a slot that isn't used so is given back by
-        `Slot.release`. The other arguments and errors are those of `slot` and of entering it.
+        `Slot.release`. The other arguments and errors are as in `slot` and in entering it.
 
         Raises:
             QueueFull: There is no space; says when to try again.
@@ -403,7 +405,7 @@ class ContinuousBatcher(Batcher[Slot]):
         """Queue one record and return the task that will run `process_fn(record)` in a slot.
 
         Waits while the queue is full. Cancelling the task takes the record out, or cancels `process_fn`. The
-        other arguments and the errors are those of `slot` and of entering it.
+        other arguments and the errors are as in `slot` and in entering it.
         """
         checks.function("process_fn", process_fn)
         return self._run(process_fn, record, await self.slot(cost, **options).enter())
@@ -445,23 +447,24 @@ class ContinuousBatcher(Batcher[Slot]):
         self._decide()
 
     def set_queue_size(self, max_queue_size: int) -> None:
-        """Change the records that may wait, also while records wait; those beyond a smaller number stay."""
+        """Change how many records may wait; waiting records beyond a smaller number stay."""
         checks.whole("max_queue_size", max_queue_size, 1)
         self._queue.set_max_size(max_queue_size)
         self._decide()
 
     @property
     def load(self) -> Load:
-        """What runs and waits at this moment."""
+        """The records that run and wait at this moment, and their tokens."""
         queue = self._queue
         tier = queue.first_priority() or 0
         return Load(self._window.records, queue.total, queue.total_cost, tier, queue.next_deadline())
 
     def overcommitted(self, records: int = 1) -> None:
-        """Take in that the engine has preempted records because its memory was full.
+        """Note that the engine has preempted records because its memory was full.
 
-        With `max_utilization`, less starts for some minutes: after a preemption of a quarter of what runs, no
-        more than with `guaranteed_no_evict`. Call it once for all records of a step of the engine.
+        With `max_utilization`, fewer records start for some minutes: after a preemption of a quarter of the
+        running records, no more than with `guaranteed_no_evict`. Call it once for all records of a step of
+        the engine.
         """
         checks.whole("records", records, 1)
         self._window.overcommitted(records, self._clock())
@@ -472,9 +475,10 @@ class ContinuousBatcher(Batcher[Slot]):
         return self._window.capacity
 
     def set_capacity(self, capacity: int, max_running: int | EllipsisType | None = ...) -> None:
-        """Change what may run at once, also while records run; without `max_running` that bound stays.
+        """Change the capacity, also while records run; without `max_running` that bound stays.
 
-        When it shrinks, what runs goes on, and what waits and can no longer run fails with `Oversize`.
+        When it shrinks, running records go on, and waiting records that can no longer run fail with
+        `Oversize`.
         """
         checks.whole("capacity", capacity, 1)
         if not isinstance(max_running, EllipsisType):
@@ -490,10 +494,10 @@ class ContinuousBatcher(Batcher[Slot]):
         self._decide()
 
     def pause(self, seconds: float = 0.0) -> None:
-        """Start nothing until `resume`. What runs goes on, and the queue takes records as before.
+        """Start nothing until `resume`. Running records go on, and the queue takes records as before.
 
-        `seconds` tells `estimate_wait` how long it will last; a further call changes it. A `stop` refuses
-        what waits then, as with `drain=False`; one that is under way does so at once.
+        `seconds` tells `estimate_wait` how long it will last; a further call changes it. A `stop` then
+        refuses waiting records, as with `drain=False`; a `stop` that is under way does so at once.
         """
         checks.seconds("seconds", seconds)
         if self._pause is None:
@@ -527,7 +531,7 @@ class ContinuousBatcher(Batcher[Slot]):
         return rest + (UNKNOWN_WAIT_S if wait is None else wait)
 
     def _bound(self) -> None:
-        """Note how many records may run, without those that wait in the engine and with them."""
+        """Note how many records may run, without and with the records that wait in the engine."""
         # A record stays a step per token, so by Little's law `places / mean output` of them end in a step.
         ending = STEPS * self._places * self._ended_records / self._ended_tokens
         self._regular = min(self._max_running, self._places)
@@ -543,7 +547,7 @@ class ContinuousBatcher(Batcher[Slot]):
         return None
 
     def _claim(self, slot: Slot, background: bool) -> Claim:
-        """Return what a slot claims, as one of the background or of the foreground."""
+        """Return the claim of a slot, as background or as foreground."""
         prompt, most, n = slot.prompt_tokens, slot.max_tokens, slot.records
         if prompt is None or most is None:
             return Claim(slot.cost, slot.cost)
@@ -560,11 +564,11 @@ class ContinuousBatcher(Batcher[Slot]):
         return Claim.of(forecast, prompt, n, so_far, each)
 
     def _is_estimated(self, slot: Slot, background: bool) -> bool:
-        """Return whether a slot claims what is to be expected of it, instead of the most."""
+        """Return whether a slot claims its expected cost, instead of its largest."""
         return slot.prompt_tokens is not None and (background or self._background == sys.maxsize)
 
     def _fits(self, slot: Slot, background: bool) -> Claim | None:
-        """Return what a slot claims that may start now, as one of the background or of the foreground."""
+        """Return the claim of a slot that may start now, as background or as foreground."""
         window = self._window
         if self._pause is not None or (background and window.background.starting >= self._max_starting):
             return None
@@ -591,7 +595,7 @@ class ContinuousBatcher(Batcher[Slot]):
         return due if deadline is None else min(deadline, due)
 
     def _resize(self, slot: Slot) -> None:
-        """Take in that a running slot may claim something else."""
+        """Note that a running slot may claim something else."""
         claim = self._claim(slot, slot._part is self._window.background)
         slot._part.claim(claim, slot._claim)
         slot._claim, slot.cost = claim, claim.cost
@@ -714,7 +718,7 @@ class ContinuousBatcher(Batcher[Slot]):
         self._count_time(now)
 
     def _count_time(self, now: float) -> None:
-        """Take in that the share of the capacity in use has changed."""
+        """Note that the share of the capacity in use has changed."""
         self._recorder.switch(bool(self._runs), now, self._window.cost / self._window.capacity)
 
     def _leave(self, slot: Slot, error: BaseException | None) -> None:

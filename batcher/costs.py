@@ -16,7 +16,7 @@ TokenEstimatorFn = Callable[[RecordT], int]
 
 @runtime_checkable
 class CostEstimator(Protocol):
-    """A record that knows what it costs."""
+    """A record that knows its cost."""
 
     def estimate_cost(self) -> int: ...
 

@@ -57,17 +57,17 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
             result = await future
 
     A batch is decided when `process_fn` is free, or when it is full: while `process_fn` runs, a partial
-    batch stays open. Its records are taken in the order of `RequestQueue`. A lone record leaves at once,
-    unless experience tells that waiting for those that follow makes all of them faster.
+    batch stays open. Its records are taken in the order of `RequestQueue`. A lone record runs at once, unless
+    the batcher has learned that waiting for the following records makes all of them faster.
 
     Args:
         process_fn: Takes a list of records and returns a sequence of as many results, in the same order;
             a result that is an exception fails its record. Runs in a thread unless it is `async def`.
         cost_estimator: Returns the cost of a record; otherwise the record's own `estimate_cost()` does.
-        target_batch_cost: Most cost of a batch.
-        max_batch_size: Most records in a batch.
+        target_batch_cost: Maximum cost of a batch.
+        max_batch_size: Maximum records in a batch.
         min_batch_size: Fewest records in a batch, unless the timeout has passed or the batcher stops.
-        batch_timeout_s: Seconds that a record waits for others at most while `process_fn` is free.
+        batch_timeout_s: Longest wait of a record for more records, in seconds, while `process_fn` is free.
         max_queue_size, max_queue_cost: Records, and cost, that may wait, see the README; None: no bound.
         prefetch_batches: Above 0, "sorted" and "bucketed" choose a full batch while `process_fn` is busy.
         default_cost: Cost of a record without a cost of its own.
@@ -76,8 +76,8 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         lookahead: Records that are looked at to find some of like length; None: 16 batches.
         padded: The cost of a batch is that of its longest record times their number, not the sum.
         oversize: A record that costs more than a batch may: "alone" runs it by itself, "reject" refuses it.
-        on_error: When `process_fn` raises, "split" runs parts of the batch again until the records that the
-            error is due to are alone, "single" runs each record again by itself, "fail" fails them all: for
+        on_error: When `process_fn` raises, "split" runs parts of the batch again until the records that cause
+            the error are alone, "single" runs each record again by itself, "fail" fails them all: for
             functions that must not run twice on a record.
         priority_aging_s, tenant_weights: See `RequestQueue`.
         clock: Returns the time in seconds, which never goes back; deadlines are on it.
@@ -175,8 +175,8 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         """Queue one record at once and return the future of its result.
 
         Args:
-            record: What `process_fn` is given.
-            cost, estimated_cost: Its cost, by either name; None: that of the estimator, or the default.
+            record: The record, as `process_fn` takes it.
+            cost, estimated_cost: Its cost, by either name; None: the cost by the estimator, or the default.
             priority, tenant: Its tier, lower goes first, and the name of its tenant.
             deadline: Time on `clock` by which it must have started, or else fails with `Expired`.
             timeout: The same in seconds from now.
@@ -218,7 +218,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         estimated_cost: Sequence[int] | None = None,
         **options: Unpack[RecordOptions],
     ) -> list[Entry[ResultT]]:
-        """Submit many records and return their futures in order; if one is refused, cancel those before it.
+        """Submit records and return their futures in order; if one is refused, cancel the earlier records.
 
         `cost`, or `estimated_cost`, has a cost for each; the other arguments are for all of them.
         """
@@ -282,7 +282,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         Args:
             records: Records for `submit`, read as they are needed.
             ordered: Results come in the order of `records`; False: as they are done.
-            max_pending: Most records under way, until their results are taken; None: `max_queue_size`.
+            max_pending: Maximum records under way, until their results are taken; None: `max_queue_size`.
             return_exceptions: An error takes the place of a result; False: it is raised, the rest cancelled.
             options: The other arguments of `submit`, for each of them.
         """
@@ -375,7 +375,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
             self._due_size, self._due_cost = former.plan(queue)
 
     def _finish(self, run: _Run[ResultT], task: asyncio.Task[None]) -> None:
-        """Let go of a batch, and end what its task has left: it may be cancelled before its first step."""
+        """Let go of a batch, and end the rest of it: its task may be cancelled before its first step."""
         error = (not task.cancelled() and task.exception()) or asyncio.CancelledError()
         for entry in run.batch:
             if not entry.done():

@@ -1,4 +1,4 @@
-"""The entry: what waits in a queue, and the future of its result."""
+"""The entry: a record that waits in a queue, and the future of its result."""
 
 import asyncio
 from collections.abc import Callable

@@ -63,7 +63,7 @@ class BadResults(BatcherError, ValueError):  # noqa: N818
 
 
 def separate(error: ErrorT) -> ErrorT | Aborted:
-    """Return an equal error that is an object of its own: each `await` writes into the one that it raises.
+    """Return a copy of an error: each `await` writes into the error that it raises.
 
     An error whose class can't be copied is described by an `Aborted`, of which it is the cause.
     """

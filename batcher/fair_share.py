@@ -26,7 +26,7 @@ _arrival, _served = attrgetter("_next._order"), attrgetter("key")
 
 
 class Heap(list[tuple[Any, int, Any]]):
-    """Things by a key of theirs, the lowest first; of those with the same key, the one that came first.
+    """Things by a key of theirs, the lowest first; things with the same key in order of arrival.
 
     A key may rise at any time: it is put right when the thing comes to the top. A thing whose key has fallen
     is pushed again. A thing that leaves has no `_item` from then on; its old items go at the top, or when the
@@ -40,7 +40,7 @@ class Heap(list[tuple[Any, int, Any]]):
         self._key = key
 
     def push(self, thing: Any) -> None:
-        """Put a thing in, or into another place; among those with the same key it keeps its own."""
+        """Put a thing in, or into another place; it keeps its place among things with the same key."""
         order = next(self._sequence) if thing._item is None else thing._item[1]
         thing._item = item = (self._key(thing), order, thing)
         heapq.heappush(self, item)
@@ -185,7 +185,7 @@ class Tier:
         self.turns.push(backlog.account)
 
     def join(self, tenant: Tenant) -> Account:
-        """Return the account of a tenant that gets an entry: behind the others, if it was served no more."""
+        """Return the account of a tenant that gets an entry: not ahead of the tenants that have entries."""
         first = self.first()
         account = self.idle.pop(tenant.name, None) or Account(tenant)
         account.tenant, account.tier, account.backlogs, account.heads = tenant, self, {}, Heap(_arrival)
@@ -194,7 +194,7 @@ class Tier:
         return account
 
     def retire(self, account: Account) -> None:
-        """Take in that an account has no entries left; no cycle is left to collect either."""
+        """Note that an account has no entries left; no cycle is left to collect either."""
         account._item = account.tier = None
         del account.backlogs, account.heads
         self.idle[account.tenant.name] = self.accounts.pop(account.tenant.name)
@@ -225,7 +225,7 @@ class Tenants:
         return tenant
 
     def leave(self, tenant: Tenant) -> None:
-        """Take in that a tenant has no entries any more in one of its tiers."""
+        """Note that a tenant has no entries any more in one of its tiers."""
         tenant.backlogs -= 1
         if not tenant.backlogs:
             self._idle[tenant.name] = self._clock()
@@ -233,7 +233,7 @@ class Tenants:
                 self._forget_first()
 
     def share(self, tenant: Tenant) -> float:
-        """Return a tenant's share by weight, 0 to 1, among those that have entries or had of late."""
+        """Return a tenant's share by weight, 0 to 1, among the tenants with entries now or lately."""
         before = self._clock() - RECENT_S
         while self._idle and next(iter(self._idle.values())) < before:
             self._forget_first()
@@ -255,7 +255,7 @@ class Tenants:
             self._weigh_again(tenant)
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
-        """Change the weights of those that have none of their own."""
+        """Change the weights of the tenants that have no weight of their own."""
         checks.weights("tenant_weights", weights)
         self._weights = dict(weights)
         for tenant in self._tenants.values():

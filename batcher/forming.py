@@ -21,8 +21,8 @@ class Former:
 
     Args:
         forming: "arrival": in the order of the queue, while the budget lasts. "static": by number alone.
-            "sorted": the records nearest in length to the one whose turn it is, among the next `lookahead`.
-            "bucketed": those in its bucket, of fixed bounds, among them.
+            "sorted": the records nearest in length to the record whose turn it is, among the next
+            `lookahead`. "bucketed": the records in its bucket, of fixed bounds, among the next `lookahead`.
         padded, lookahead: See `DynamicBatcher`.
     """
 
@@ -36,7 +36,7 @@ class Former:
         self._lookahead = lookahead
 
     def full(self, records: int, cost: int) -> bool:
-        """Return whether so many waiting records, of that cost together, fill a batch."""
+        """Return whether a number of waiting records, with a total cost, fills a batch."""
         return records >= self.max_records or cost >= self.budget
 
     def cut(self, queue: RequestQueue[EntryT]) -> list[EntryT]:
@@ -90,7 +90,7 @@ class Former:
         return ranked[end + count : end]
 
     def _of_one_bucket(self, window: list[EntryT]) -> list[EntryT]:
-        """Return the entries of the first one's bucket, in the order of the queue, within the budget."""
+        """Return the entries of the first entry's bucket, in the order of the queue, within the budget."""
         bucket = _bucket(window[0])
         alike = (entry for entry in window if _bucket(entry) == bucket)
         batch = list(itertools.islice(alike, self.max_records))

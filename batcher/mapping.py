@@ -14,7 +14,7 @@ async def map_records(
     max_pending: int,
     return_exceptions: bool,
 ) -> AsyncGenerator[Any, None]:
-    """Yield the results of `records`, as `DynamicBatcher.map` says; closing it cancels what is under way."""
+    """Yield the results of `records`, as `DynamicBatcher.map` says; closing it cancels records under way."""
     places = asyncio.Semaphore(max_pending)
     pending: set[asyncio.Future[Any]] = set()
     done: asyncio.Queue[asyncio.Future[Any]] = asyncio.Queue()

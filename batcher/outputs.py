@@ -1,4 +1,4 @@
-"""How long answers become, from what the answers of a tenant have been."""
+"""How long answers become, from the lengths of a tenant's earlier answers."""
 
 import itertools
 import math
@@ -39,7 +39,7 @@ MIDDLES = [
 
 
 class Forecast(NamedTuple):
-    """What is to be expected of an answer."""
+    """The expected tokens of an answer."""
 
     mean: float  # tokens at its end
     variance: float = 0.0
@@ -71,7 +71,7 @@ class Lengths:
         self._sums = [[0.0] * (BUCKETS + 1) for _ in POWERS]
 
     def begin(self) -> int:
-        """Take in an answer that begins, and return its number."""
+        """Note an answer that begins, and return its number."""
         self._begun += 1
         if self._begun - self._base > 16 * MEMORY:
             factor = math.exp((self._base - self._begun) / MEMORY)
@@ -82,7 +82,7 @@ class Lengths:
         return self._begun
 
     def reach(self, number: int, before: int, bucket: int) -> None:
-        """Take in that an answer has come from one bucket to another."""
+        """Note that an answer has come from one bucket to another."""
         weight = self._weight(number)
         for passed in range(before + 1, bucket + 1):
             self._reached[passed] += weight
@@ -90,14 +90,14 @@ class Lengths:
             self._news = STALE
 
     def end(self, number: int, bucket: int) -> None:
-        """Take in that an answer has ended by itself, in the bucket that it has reached."""
+        """Note that an answer has ended by itself, in the bucket that it has reached."""
         self.ended += 1
         self._ends[bucket] += self._weight(number)
         self._last = max(self._last, bucket)
         self._news += 1
 
     def foresee(self, tokens: int, most: int) -> Forecast:
-        """Return what is to be expected of an answer that has so many tokens, and may have `most`."""
+        """Return the forecast of an answer that has `tokens` tokens, and may have `most`."""
         if tokens >= most:
             return Forecast(most)
         bucket = bucket_of(tokens)
@@ -108,7 +108,7 @@ class Lengths:
         return Forecast(mean, max(0.0, square - mean * mean), alive)
 
     def met(self, most: int) -> Forecast:
-        """Return what is to be expected of an answer that runs, and of whose tokens nothing is known.
+        """Return the forecast of a running answer of whose tokens nothing is known.
 
         Long answers run for longer, so they are met more often, as often as they are long.
         """
@@ -151,19 +151,19 @@ def believed(*groups: Lengths | None) -> Lengths | None:
 
 
 class Outputs:
-    """The lengths of answers by tenant; those of all tenants count where too few of one were seen."""
+    """The lengths of answers by tenant; the lengths of all tenants count for a tenant with few answers."""
 
     def __init__(self) -> None:
         self._all = Lengths()
         self._groups: OrderedDict[str, Lengths] = OrderedDict()
 
     def foresee(self, tenant: str, most: int) -> Forecast:
-        """Return what is to be expected of an answer that begins now: the most, until enough were seen."""
+        """Return the forecast of an answer that begins now: the most, until enough answers were seen."""
         known = believed(self._groups.get(tenant), self._all)
         return Forecast(most) if known is None else known.foresee(0, most)
 
     def begin(self, tenant: str) -> "Answer":
-        """Take in an answer that begins."""
+        """Note an answer that begins."""
         lengths = self._groups.get(tenant)
         if lengths is None:
             lengths = self._groups[tenant] = Lengths()
@@ -184,7 +184,7 @@ class Answer:
         self._tokens = self._bucket = 0
 
     def reach(self, tokens: int) -> int:
-        """Take in its tokens so far, and return the tokens from which on `foresee` is to be asked again."""
+        """Note its tokens so far, and return the tokens from which on `foresee` is to be asked again."""
         bucket = bucket_of(tokens)
         if bucket > self._bucket:
             for lengths, number in zip(self._groups, self._numbers, strict=True):
@@ -193,13 +193,13 @@ class Answer:
         return STARTS[self._bucket + 1]
 
     def end(self, tokens: int) -> None:
-        """Take in that it has ended by itself, after so many tokens."""
+        """Note that the answer has ended by itself, after `tokens` tokens."""
         self.reach(tokens)
         for lengths, number in zip(self._groups, self._numbers, strict=True):
             lengths.end(number, self._bucket)
 
     def foresee(self, most: int) -> Forecast:
-        """Return what is to be expected of it; before its first tokens are told, it may have any number."""
+        """Return the forecast of the answer; before its first tokens are told, it may have any number."""
         known = believed(*self._groups)
         if known is None:
             return Forecast(most)

@@ -38,7 +38,7 @@ def checked(results: Any, count: int) -> Sequence[Any]:
 
 
 class Parts(list[Entries]):
-    """The parts of a batch that are still to run, the next one last; they become smaller where one fails."""
+    """The parts of a batch that are still to run, the next part last; a part that fails is cut."""
 
     good = bad = 0  # entries that have succeeded, and entries that have failed alone
 
@@ -89,7 +89,7 @@ class Processor(Generic[ResultT]):
             self._threads = None
 
     async def run(self, batch: list[Entry[ResultT]], free: Callable[[bool], None]) -> None:
-        """Process a batch; end each entry, unless cancelled. If the call fails, search for what it is due to.
+        """Process a batch; end each entry, unless cancelled. If the call fails, search for the cause.
 
         `free` is called after the last call, and told whether it was the only one, before the last entries
         end: so the next batch can start before the callers of this one take the event loop.

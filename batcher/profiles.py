@@ -1,4 +1,4 @@
-"""Named presets: how to batch for a kind of workload. The README says which one is for what."""
+"""Named presets: how to batch for a kind of workload. The README says which profile is for which work."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -24,7 +24,8 @@ _arrivals = itertools.count(1)
 class RequestQueue(Generic[EntryT]):
     """A bounded queue that is fair between tenants and knows tiers, deadlines and cancellation.
 
-    The README has its rules: "Order", and "When the queue is full" for what a tenant may fill of its bounds.
+    The README has its rules: "Order", and "When the queue is full" for the part of its bounds that a tenant
+        may fill.
     An entry that finds no space may wait for it *outside*: in the same order as all others, but it doesn't
     count against the bounds. An entry with a need that was refused is passed by until `reopen`.
 
@@ -33,9 +34,9 @@ class RequestQueue(Generic[EntryT]):
 
     Args:
         clock: Returns the time in seconds, which never goes back.
-        max_size, max_cost: Most records, and most cost, unless the queue is empty; None: no bound.
+        max_size, max_cost: Maximum records, and most cost, unless the queue is empty; None: no bound.
         priority_aging_s: Seconds for a level, see "Order"; None: a low tier waits until all above are done.
-        tenant_weights: Share of a tenant in relation to the others; 1.0 where not given.
+        tenant_weights: Share of a tenant in relation to other tenants; 1.0 where not given.
         background: From this priority on, the queue is full at nine tenths of its bounds; None: from none.
     """
 
@@ -102,7 +103,7 @@ class RequestQueue(Generic[EntryT]):
         return max(self._tiers, default=None)
 
     def ahead(self, priority: int, tenant: str | None = None) -> tuple[int, int]:
-        """Return how many records go before one that comes now, and their cost; tenant None: all its tier.
+        """Return how many records go before a new record, and their cost; tenant None: all its tier.
 
         Records that are passed by count too.
         """
@@ -189,19 +190,19 @@ class RequestQueue(Generic[EntryT]):
             raise QueueFull(*bound, retry_after_s=0.0)
 
     def set_max_size(self, max_size: int | None) -> None:
-        """Change the records that may wait; those beyond a smaller number stay. None: no bound."""
+        """Change how many records may wait; waiting records beyond a smaller number stay. None: no bound."""
         checks.whole("max_size", max_size, 1, optional=True)
         self._max_size = math.inf if max_size is None else max_size
         self._open_size = OPEN_SHARE * self._max_size
 
     def pass_by(self, entry: EntryT) -> None:
-        """Count an entry that gets in; one that is taken at once, while nothing waits, needs no more."""
+        """Count an entry that gets in; an entry that is taken at once, while nothing waits, needs no more."""
         entry.admitted = True
         entry._wake()
         self.entered += entry.records
 
     def admit(self) -> None:
-        """Let in those that wait outside, in the order in which they came, as far as there is space."""
+        """Let entries that wait outside in, in order of arrival, as far as there is space."""
         while self._outside and self.let_in(next(iter(self._outside))) is None:
             pass
 
@@ -267,9 +268,9 @@ class RequestQueue(Generic[EntryT]):
     def take(
         self, budget: float | None = None, max_records: int | None = None, *, padded: bool = False
     ) -> list[EntryT]:
-        """Take those whose turn it is, in order, as many as fit within the given bounds, but one at least.
+        """Take the next entries in order while they fit within the bounds, and at least one entry.
 
-        If they are `padded`, their cost together is that of the costliest times their number, not the sum.
+        If they are `padded`, their total cost is the largest cost times their number, not the sum.
         """
         self._sweep()
         now = self._clock()
@@ -309,7 +310,7 @@ class RequestQueue(Generic[EntryT]):
             turn = self._next_turn(turn[1], self._clock())
 
     def settle(self, entry: EntryT, charged: int, used: int) -> None:
-        """Charge the tenant of a taken entry for what it used, instead of what it was taken for."""
+        """Charge the tenant of a taken entry for the cost that it used, instead of the cost until now."""
         # One that was forgotten starts at the level of the others: there is nothing to put right.
         account: Account = entry._place
         account.key += (used - charged) * account.tenant.charge
@@ -351,7 +352,7 @@ class RequestQueue(Generic[EntryT]):
             self._expired.append(entry)
 
     def _drop(self, entry: EntryT, turn: tuple[float, int] | None) -> None:
-        """Take an entry out; one that is served is charged to its tenant, and its tier has its next turn."""
+        """Take an entry out; a served entry is charged to its tenant, and its tier has its next turn."""
         account: Account = entry._place
         tier, tenant, records, cost = account.tier, account.tenant, entry.records, entry.cost
         if turn is not None:
@@ -386,7 +387,7 @@ class RequestQueue(Generic[EntryT]):
                 del self._tiers[entry.priority]
 
     def _forget(self, backlog: Backlog) -> None:
-        """Take in that a backlog has no entries left."""
+        """Note that a backlog has no entries left."""
         needs = self._needs
         del backlog.account.backlogs[backlog.needs]
         backlog._item = backlog._next = backlog._previous = None

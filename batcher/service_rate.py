@@ -5,7 +5,7 @@ ENOUGH = 16  # records to measure before the rate is used
 
 
 class ServiceRate:
-    """The rate at which a window of records serves cost, from the time that finished ones spent in it.
+    """The rate at which a window of records serves cost, from the time that finished records spent in it.
 
     By Little's law a window that holds `inside` records of which each stays `mean` seconds lets
     inside / mean of them go per second. The same holds for cost, with the mean taken by cost.
@@ -20,7 +20,7 @@ class ServiceRate:
         return self._records > ENOUGH
 
     def learn(self, cost: int, seconds: float, records: int = 1) -> None:
-        """Take in records of `cost` together that were inside for `seconds`."""
+        """Note records of `cost` together that were inside for `seconds`."""
         self._records = self._records * MEMORY + records
         self._seconds = self._seconds * MEMORY + records * seconds
         self._cost = self._cost * MEMORY + cost
@@ -50,6 +50,6 @@ class Correction:
         return self._corrected / self._entered if self._entered else 1.0
 
     def learn(self, entered: int, corrected: int) -> None:
-        """Take in the cost with which a slot entered, and the cost that replaced it."""
+        """Note the cost with which a slot entered, and the cost that replaced it."""
         self._entered = self._entered * MEMORY + entered
         self._corrected = self._corrected * MEMORY + corrected

@@ -49,7 +49,7 @@ class Stats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchStats(Stats):
-    """Statistics of a `DynamicBatcher`: those of both batchers, and those of its batches."""
+    """Statistics of a `DynamicBatcher`: the statistics of any batcher, and of its batches."""
 
     total_batches: int = 0
     total_batch_cost: int = 0
@@ -71,7 +71,7 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContinuousStats(Stats):
-    """Statistics of a `ContinuousBatcher`: those of both batchers, and those of its window."""
+    """Statistics of a `ContinuousBatcher`: the statistics of any batcher, and of its window."""
 
     outside_cost: int = 0
     capacity: int = 0
@@ -125,7 +125,7 @@ class Observations(NamedTuple):
 
 @dataclass(eq=False)
 class Recorder:
-    """The counts of a running batcher, as plain attributes: those of `Stats` by the same names."""
+    """The counts of a running batcher, as plain attributes with the names in `Stats`."""
 
     total_completed: int = 0
     total_failed: int = 0

@@ -1,4 +1,4 @@
-"""The window: what runs of a capacity, and whether one more fits beside it."""
+"""The window: the running records within a capacity, and whether one more fits."""
 
 import math
 from operator import add, mul, sub
@@ -15,7 +15,7 @@ TIMES = len(AHEAD)
 
 
 class Claim(NamedTuple):
-    """What a slot may take of the capacity until it ends."""
+    """The capacity that a slot may take until it ends."""
 
     cost: int  # what it takes at its end; where that is uncertain, the largest of `uses`
     most: int
@@ -25,10 +25,10 @@ class Claim(NamedTuple):
 
     @classmethod
     def of(cls, forecast: Forecast, prompt: int, records: int, tokens: int, most: int) -> "Claim":
-        """Return the claim of records whose prompts have so many tokens together.
+        """Return the claim of records that start together.
 
         Args:
-            forecast: What is to be expected of each of their answers.
+            forecast: The expected tokens of each of their answers.
             prompt, records: Tokens of the prompts together, and records, which are as alike as the answers to
                 one prompt.
             tokens, most: Tokens of each answer so far, and at most.
@@ -51,7 +51,7 @@ ZEROS = (0.0,) * TIMES
 
 
 class Part:
-    """The slots of one kind that run: the foreground, or the background that gives way to it."""
+    """The running slots of one kind: the foreground, or the background that gives way to it."""
 
     def __init__(self) -> None:
         self.records: int = 0
@@ -67,11 +67,11 @@ class Part:
 
     @property
     def inside(self) -> tuple[int, int]:
-        """Records and cost that run, or that will again: what runs ends in a pause."""
+        """Records and cost that run, or usually run: in a pause of arrivals, running records end."""
         return max(self.records, self.usual[0]), max(self.cost, self.usual[1])
 
     def claim(self, claim: Claim, before: Claim) -> None:
-        """Take in that a slot claims something else than before."""
+        """Note that the claim of a slot has changed."""
         self.cost += claim.cost - before.cost
         self.most += claim.most - before.most
         self.certain += (0 if claim.uses else claim.cost) - (0 if before.uses else before.cost)
@@ -85,7 +85,7 @@ class Part:
 
 
 class Window:
-    """What runs: the foreground fits by itself, and the background beside it.
+    """The running records: the foreground fits by itself, and the background beside it.
 
     Where claims are uncertain, their sum counts, at each of the times of `AHEAD`: long and short answers even
     out, and not all have their most tokens together. After the engine has had to preempt, the window is
@@ -132,7 +132,7 @@ class Window:
         return running + records <= self.most_records and self._reserved(beside, claim, now) <= self.capacity
 
     def overcommitted(self, records: int, now: float) -> None:
-        """Take in that the engine has preempted so many records for lack of space."""
+        """Note that the engine has preempted `records` records for lack of space."""
         rows = self._reserved((self.background,), NOTHING, now) if self.background.records else math.inf
         if rows <= self.capacity < self._reserved(self._beside[True], NOTHING, now):
             # The foreground has taken the space, whatever ran: no claim was wrong.
@@ -141,7 +141,7 @@ class Window:
         self._caution, self._cautious_at = min(1.0, caution), now
 
     def _reserved(self, parts: tuple[Part, ...], claim: Claim, now: float) -> float:
-        """Return the capacity to keep for what runs and for one more claim."""
+        """Return the capacity to keep for running records and for one more claim."""
         cost, most, uses, variances = claim
         certain = 0 if uses else cost
         for part in parts:
@@ -159,5 +159,5 @@ class Window:
         return likely + self.caution(now) * (most - likely)
 
     def caution(self, now: float) -> float:
-        """Return the part of what is left out by estimates that is reserved all the same, 0 to 1."""
+        """Return the share of the difference of estimates and largest costs that is reserved, 0 to 1."""
         return self._caution * math.exp((self._cautious_at - now) / CALM_S) if self._caution else 0.0

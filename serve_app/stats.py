@@ -145,7 +145,7 @@ class SchedulerFigures(StatsPart):
     """The figures of an engine's scheduler: rows that gave way since the start, and learned times."""
 
     bound_s: Maybe[float] = Field(
-        default=None, description="Most seconds that the last step might take; null: it was not bounded."
+        default=None, description="Maximum seconds that the last step might take; null: it was not bounded."
     )
     left_out: int = Field(default=0, description="Rows left out of a step for time.")
     displaced: int = Field(default=0, description="Rows preempted for live requests.")
@@ -156,7 +156,7 @@ class SchedulerFigures(StatsPart):
 
     @property
     def least_s(self) -> float:
-        """The least goal that one stage can meet, in seconds: two steps of a sequence; 0: not known yet."""
+        """The smallest goal that a stage can meet, in seconds: two steps of a sequence; 0: not known yet."""
         return 2 * (self.step_s.base + self.step_s.sequence)
 
 
@@ -176,7 +176,7 @@ class ReplicaStats(StatsPart):
 
     replica: Maybe[str] = Field(default=None, description="Its id in Ray Serve.")
     max_model_len: Maybe[int] = Field(default=None, description="Context of the model, in tokens.")
-    max_num_batched_tokens: Maybe[int] = Field(default=None, description="Most tokens in a step.")
+    max_num_batched_tokens: Maybe[int] = Field(default=None, description="Maximum tokens in a step.")
     load_s: Maybe[float] = Field(
         default=None, description="Seconds that the engine took to load the model, with its warm-up."
     )
@@ -203,7 +203,7 @@ class Total(StatsPart):
     """
 
     running: int | None = Field(default=None, description="Running requests; for a function, records.")
-    max_running: int | None = Field(default=None, description="Most requests that may run at once.")
+    max_running: int | None = Field(default=None, description="Maximum requests that may run at once.")
     background_running: int | None = Field(default=None, description="Running requests of tier `flex`.")
     waiting: int | None = Field(default=None, description="Waiting requests.")
     waiting_by_tier: dict[str, int] = Field(
@@ -243,7 +243,7 @@ class Total(StatsPart):
     )
     goals: GoalsInForce | None = Field(default=None, description="Latency goals in force.")
     bound_s: float | None = Field(
-        default=None, description="Most seconds that a step may take now: the least of the replicas."
+        default=None, description="Maximum seconds that a step may take now: the least of the replicas."
     )
     preempted: int | None = Field(
         default=None, description="Sequences that were preempted and computed again, since the start."

@@ -47,7 +47,7 @@ def parse_embedding(body: bytes | JSON, *, max_texts: int) -> EmbeddingRequest:
 
     Args:
         body: JSON text, or the parsed object.
-        max_texts: Most texts that one call may carry.
+        max_texts: Maximum texts that one call may carry.
 
     Raises:
         RequestError: 400 that names the field and the expected form.

@@ -65,7 +65,7 @@ class RequestError(Exception):
         param: The field that is wrong.
         retry_after_s: Seconds after which another try is likely to succeed.
         final: A retry of the same request is useless, although the status suggests a retry.
-        code: OpenAI's code of the error, by which clients tell it from others; None: the status.
+        code: OpenAI's code of the error, by which clients recognise it; None: the status.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ from serve_app.api.scheduling import (
 T = TypeVar("T")
 
 TEMPLATE_TOKENS = 512
-"""Most tokens that a chat template adds to a prompt: its own system prompt, hints on tools."""
+"""Maximum tokens that a chat template adds to a prompt: its own system prompt, hints on tools."""
 
 UNKNOWN_CONTEXT = 131_072
 """Context that is assumed for a model whose context is not known yet, in tokens."""
@@ -50,7 +50,7 @@ BYTES_PER_TOKEN = 4
 """Bytes of text per token, about: English with a large vocabulary."""
 
 EXPECTED_OUTPUT = 256
-"""Most tokens of an answer that an estimate counts: the limit of a request is mostly far above its answer."""
+"""Maximum tokens of an answer in an estimate: the limit of a request is mostly far above its answer."""
 
 
 class PickledByName:
@@ -83,7 +83,7 @@ class Facts(Struct, frozen=True, kw_only=True):
             there are bytes. None: the bytes give no bound, as with an image behind a URL.
         prompts: Prompts that the engine runs, each separately.
         answers: Answers to each prompt, which start together.
-        output: Most tokens of each answer, as the request or the limit of the service states it; None: the
+        output: Maximum tokens of each answer, as the request or the limit of the service states it; None: the
             rest of the context; 0: the route makes no tokens.
         values: Answers, and logprobs of their tokens, that vLLM makes for the whole answer at least.
         runs: Whether the route runs the model at all; `/tokenize` does not.
@@ -267,36 +267,36 @@ OPTIONS = 10
 parsed, too."""
 
 OPTION_BYTES = 1 << 18
-"""Most bytes of all fields beside `CONTENT` together."""
+"""Maximum bytes of all fields beside `CONTENT` together."""
 
 MAX_GRAMMAR_BYTES = 1 << 20
-"""Most bytes of all fields with grammars, which vLLM parses as JSON on the event loop: 10 ms."""
+"""Maximum bytes of all fields with grammars, which vLLM parses as JSON on the event loop: 10 ms."""
 
 MAX_TEMPLATE_BYTES = 16_384
-"""Most bytes of `chat_template_kwargs`: a template may repeat a value for each message."""
+"""Maximum bytes of `chat_template_kwargs`: a template may repeat a value for each message."""
 
 MAX_TEMPLATE_NUMBER = 1_000_000
 """Largest number in `chat_template_kwargs`: a template may repeat a text as often."""
 
 MOST_ANSWERS = 16_384
-"""Most answers to a prompt that vLLM makes (`VLLM_MAX_N_SEQUENCES`): it adds the number of an answer to the
+"""Maximum answers of vLLM to a prompt (`VLLM_MAX_N_SEQUENCES`): it adds the number of an answer to the
 seed, and an engine ends at a seed beyond 64 bits."""
 
 _MOST_VALUE = 4_096
-"""Most bytes of a value that is read: a name, a number, a tier."""
+"""Maximum bytes of a value that is read: a name, a number, a tier."""
 
 _DEEPEST = 8
-"""Most levels of lists and objects from a field to a part of a message."""
+"""Maximum levels of lists and objects from a field to a part of a message."""
 
 _MOST_FIELDS = 1_000
-"""Most fields of a body."""
+"""Maximum fields of a body."""
 
 _MOST_PARAMETERS = 32
-"""Most parameters in the header of a part: its name and its file's name, which may have semicolons. Thousands
+"""Maximum parameters in the header of a part: its name and its file's name, maybe with semicolons. Thousands
 of parameters in each of thousands of parts take the parser seconds."""
 
 _MOST_BOUNDARY = 70
-"""Most bytes of the boundary of a form, by RFC 2046."""
+"""Maximum bytes of the boundary of a form, by RFC 2046."""
 
 _FALSE = (b"null", b"false", b"0", b"0.0", b"f", b"n", b"no", b"off")
 
@@ -377,7 +377,7 @@ def _estimate(size: int, answers: int, output: int | None) -> int:
     Args:
         size: Bytes of the text.
         answers: Answers to all prompts together.
-        output: Most tokens of each answer; None: not stated.
+        output: Maximum tokens of each answer; None: not stated.
     """
     expected = EXPECTED_OUTPUT if output is None else max(0, min(output, EXPECTED_OUTPUT))
     return size // BYTES_PER_TOKEN + answers * expected
@@ -431,7 +431,7 @@ _KINDS: dict[bytes, tuple[msgspec.json.Decoder[Any], ...]] = {
     b'"': (msgspec.json.Decoder(list[str]),),
     b"{": (msgspec.json.Decoder(list[dict[str, msgspec.Raw]]),),
 }
-"""Kinds of a list, by the first character of its first item; for others, token ids."""
+"""Kinds of a list, by the first character of its first item; for other characters, token ids."""
 
 _LIST_START = re.compile(rb"\s*\[\s*(.)", re.DOTALL)
 _NUMBER_START = frozenset(b"-0123456789")
@@ -909,7 +909,7 @@ def _grammar_hash(content: Fields) -> bytes:
 def _answer_values(stated: dict[str, Any], path: str, prompts: int) -> int:
     """Return the answers, and the logprobs of their tokens, that a route makes for the whole answer at least.
 
-    The engine counts the others: those of prompts, and of answers without a stated length.
+    The engine counts the logprobs of prompts, and of answers without a stated length.
     """
     answers: int = prompts * max(1, stated.get("n", 1))
     if "logprobs" not in stated or path == RESPONSES or stated.get("stream"):
@@ -1026,7 +1026,7 @@ CHUNK_BYTES = 512
 """Bytes that one hash covers: about 128 tokens of text."""
 
 LEVELS = 96
-"""Most hashes of a prompt; the last one ends at half a megabyte."""
+"""Maximum hashes of a prompt; the last one ends at half a megabyte."""
 
 
 ENDS = tuple(accumulate(CHUNK_BYTES << level // 16 for level in range(LEVELS)))

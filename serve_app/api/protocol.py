@@ -14,13 +14,13 @@ JSON = dict[str, Any]
 BodyT = TypeVar("BodyT", bound=BaseModel)
 
 MAX_NAME = 1_000
-"""Most characters of the path of a field that errors quote."""
+"""Maximum characters of the path of a field that errors quote."""
 
 MAX_SALT = 256
-"""Most characters of a `cache_salt`: it is in the hash of a prompt's first block."""
+"""Maximum characters of a `cache_salt`: it is in the hash of a prompt's first block."""
 
 MOST_TEXT = 16_384
-"""Most bytes of the JSON text of `stop`, `bad_words` or `vllm_xargs`: vLLM looks for each stop string at each
+"""Maximum bytes of JSON text of `stop`, `bad_words` or `vllm_xargs`: vLLM looks for each stop string at each
 token, and tokenizes bad words on the event loop."""
 
 LISTED = "GET /docs lists the fields of each route"
@@ -156,7 +156,7 @@ def parse_generate(body: bytes | JSON, *, max_prompts: int) -> GenerateRequest:
 
     Args:
         body: JSON text, or the parsed object.
-        max_prompts: Most prompts that one call may carry.
+        max_prompts: Maximum prompts that one call may carry.
 
     Raises:
         RequestError: 400 that names the field and the expected form.
@@ -180,7 +180,7 @@ def parse_process(body: bytes | JSON, *, max_records: int) -> ProcessRequest:
 
     Args:
         body: JSON text, or the parsed object.
-        max_records: Most records that one call may carry.
+        max_records: Maximum records that one call may carry.
 
     Raises:
         RequestError: 400 that names the field and the expected form.

@@ -106,7 +106,7 @@ class SchedulingFields(BaseModel):
     queue_timeout_s: Annotated[float, Field(strict=True, gt=0, le=MAX_QUEUE_TIMEOUT_S)] | None = None
 
     def scheduling(self) -> Scheduling:
-        """Return the scheduling of the fields, with defaults for those left out."""
+        """Return the scheduling of the fields, with defaults for missing fields."""
         return Scheduling(
             TIER_PRIORITY[self.service_tier or "default"], self.tenant or DEFAULT_TENANT, self.queue_timeout_s
         )

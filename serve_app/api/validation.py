@@ -5,10 +5,10 @@ from difflib import get_close_matches
 from typing import Any
 
 MOST_CLOSE, FEW, SURE = 3, 8, 0.85
-"""Most names that a message suggests, most names that it lists in full, similarity of a sure match."""
+"""Maximum names that a message suggests, most names that it lists in full, similarity of a sure match."""
 
 MOST_ERRORS = 1_000
-"""Most errors of one body that are compared."""
+"""Maximum errors of one body that are compared."""
 
 KINDS = {"role", "type"}
 """Fields that name the kind of an object which may be of several kinds."""
@@ -16,7 +16,7 @@ KINDS = {"role", "type"}
 MISSING = "required, but missing"
 
 MOST_LETTERS = 100
-"""Most letters of an unknown name that are compared."""
+"""Maximum letters of an unknown name that are compared."""
 
 
 def suggestion(name: str, names: Iterable[str], elsewhere: str = "", few: str = "there are") -> str:
@@ -59,8 +59,8 @@ def field_path(parts: Iterable[int | str], root: str = "") -> str:
 def mistake(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[str, str]:
     """Return the path of a wrong field and the reason, by pydantic's errors about a body.
 
-    A value that may have several forms has errors for each form. The forms of another kind don't count. Of
-    the other errors those of the innermost field count, and a field that is there before a missing field.
+    A value that may have several forms has errors for each form. The forms of another kind don't count. Among
+    the other errors, the errors of the innermost field count, and a wrong field before a missing field.
 
     Args:
         errors: The errors, at least one.

@@ -696,7 +696,7 @@ CHECKS: Mapping[str, Callable[[Case], Iterator[Finding]]] = {
     "private files": check_private_files,
     "sources": check_sources,
 }
-"""The checks, in display order. A check yields its warnings and problems, then "ok" for none of them."""
+"""The checks, in display order. A check yields its warnings and problems, or else "ok"."""
 
 
 # The command

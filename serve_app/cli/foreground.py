@@ -67,7 +67,7 @@ SAY_S = 10.0
 """Seconds after which a start says again what it waits for."""
 
 MOST_SHOWN = 500
-"""Most characters shown of an error."""
+"""Maximum characters shown of an error."""
 
 
 class Cluster(Protocol):
@@ -106,7 +106,7 @@ def launch(
         path: The config.
         verbose: Show the log of Ray, Serve and vLLM.
         log_format: Print a line per request, as "json" or as "text"; None: no lines.
-        cluster: Makes what runs the service; None: Ray.
+        cluster: Makes the cluster that runs the service; None: Ray.
 
     Raises:
         LaunchError: The config is wrong, its port is taken, or the service fails.
@@ -189,8 +189,7 @@ class _Service:
     """A service, seen by its launcher.
 
     Args:
-        cluster: What runs the service.
-        url: Address of the service.
+        cluster: Runs the service. url: Address of the service.
         mark: Value of `MARK` for its processes.
         log: File for the output of the child.
         progress: Shows the stages.
@@ -278,7 +277,7 @@ class _Service:
                     return False
 
     def _show(self, text: str) -> None:
-        """Show what the start waits for, and each ten seconds for how long."""
+        """Show what the start waits for, and every ten seconds for how long."""
         now = time.monotonic()
         if text != self._waits_for:
             self._waits_for, self._waits_since = text, now
@@ -304,7 +303,7 @@ class _Service:
         return self._signals.asked
 
     def _receive(self, seconds: float) -> None:
-        """Take in a message of the child, if one comes in time."""
+        """Read a message of the child, if one comes in time."""
         try:
             if not self._channel.poll(seconds):
                 return
@@ -373,8 +372,7 @@ def drive(cluster: Cluster, channel: Connection, mark: str, log: IO[bytes]) -> N
     """Run a service in this process, a fork of its launcher, until the launcher ends or closes its channel.
 
     Args:
-        cluster: What runs the service.
-        channel: The channel to the launcher.
+        cluster: Runs the service. channel: The channel to the launcher.
         mark: Value of `MARK` for the processes of the service.
         log: File for the output.
     """

@@ -12,7 +12,7 @@ from serve_app.stats import BatchesStats, ModelStats, ReplicaStats, ServiceStats
 from serve_app.system.tables import Cell, table
 
 MOST_REPLICAS, MOST_TENANTS, MOST_ADAPTERS = 16, 10, 8
-"""Most displayed replicas, tenants and adapters; the JSON has all."""
+"""Maximum displayed replicas, tenants and adapters; the JSON has all."""
 
 NOTHING = "-"
 

@@ -128,7 +128,7 @@ def parse_batch(text: str) -> tuple[TokenLengths, TokenLengths]:
     default=256,
     show_default=True,
     metavar="N",
-    help="Most replicas that a plan may have.",
+    help="Maximum replicas that a plan may have.",
 )
 @click.option(
     "--price-per-hour",

@@ -79,7 +79,7 @@ OTHERS = 0.02
     multiple=True,
     metavar="FILE",
     help="Take the loads from a report of GuideLLM or of `vllm bench serve --save-result`, in place of "
-    "measurements; may be given several times. The loads must be those of one replica.",
+    "measurements; may be given several times. The loads must come from one replica.",
 )
 @click.option(
     "--apply",

@@ -18,7 +18,7 @@ from serve_app.tuning.tuner import TunedSettings
 LOCAL = {"127.0.0.1", "localhost", "::1", "0.0.0.0"}
 
 LOOKS, LOOK_S = 120, 0.5
-"""Most polls of a service until all replicas have a change, and the seconds between polls."""
+"""Maximum polls of a service until all replicas have a change, and the seconds between polls."""
 
 
 class ChangeError(ValueError):

@@ -1,6 +1,6 @@
 """The questions of the demo model: every sum and difference of two numbers from 0 to 99.
 
-``python -m serve_app.demo.questions`` writes `questions.jsonl` anew: 500 of them, the same ones each time.
+``python -m serve_app.demo.questions`` writes `questions.jsonl` anew: 500 of them, the same each time.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def split_questions(held_out: float, seed: int) -> tuple[list[Question], list[Qu
 
 
 def sample_questions(count: int = 500, seed: int = 0) -> list[Question]:
-    """Draw `count` different questions; the same seed draws the same ones."""
+    """Draw `count` different questions; the same seed draws the same questions."""
     return random.Random(seed).sample(all_questions(), count)
 
 

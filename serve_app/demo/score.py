@@ -14,7 +14,7 @@ from serve_app.demo.questions import QUESTIONS_FILE
 
 
 def score(answers: Path, questions: Path) -> tuple[int, int, list[str]]:
-    """Compare answers with the expected ones, by id.
+    """Compare answers with the expected answers, by id.
 
     Args:
         answers: The output of `saturate batch`, as JSON lines.

@@ -1,4 +1,4 @@
-"""The accounts of a replica's calls: what they reserve of quotas, what they are charged, and their rows.
+"""The accounts of a replica's calls: reservations of quotas, charges, and rows of the ledger.
 
 A call is opened before anything is done with it, and ends once, with one count. The count settles its
 reservation and is written as its row, so quotas and ledger have the same sums.
@@ -117,12 +117,12 @@ class Accounts:
         return [*headers, BY_QUOTA] if call.over_quota else headers
 
     def flush(self) -> None:
-        """Write what the ledger has not got yet."""
+        """Write the rows that the ledger doesn't have yet."""
         if self._writer is not None:
             self._writer.flush()
 
     async def stop(self) -> None:
-        """Write the last rows, and give back what is reserved."""
+        """Write the last rows, and give reservations back."""
         if self._writer is not None:
             await asyncio.to_thread(self._writer.stop)
         if self._client is not None:

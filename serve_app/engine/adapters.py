@@ -25,10 +25,10 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 
 MAX_BYTES = 16 << 30
-"""Most bytes of an adapter."""
+"""Maximum bytes of an adapter."""
 
 MAX_CONFIG_BYTES = 4 << 20
-"""Most bytes of its configuration, which is read as a whole."""
+"""Maximum bytes of its configuration, which is read as a whole."""
 
 COPIES = "saturate-adapters-"
 """Prefix of the name of a directory of copies; the id of its process follows."""
@@ -37,7 +37,7 @@ ENDING = ".json"
 """Ending of the name of an adapter's file in the folder."""
 
 MAX_ADAPTERS = 1_000
-"""Most adapters of a model in the folder."""
+"""Maximum adapters of a model in the folder."""
 
 STORAGE = f"for s3:// and gs://: {extra('storage')}"
 
@@ -67,7 +67,7 @@ class AdapterFiles:
 
     Args:
         root: The directory in which the copies get a directory; None: the system's for temporary files.
-        max_bytes: Most bytes of an adapter's weights.
+        max_bytes: Maximum bytes of an adapter's weights.
     """
 
     def __init__(self, root: Path | None = None, max_bytes: int = MAX_BYTES) -> None:
@@ -187,7 +187,7 @@ class AdapterFolder:
     Args:
         place: The folder, or its URL; several models may have the same.
         model: Id of the model.
-        max_adapters: Most adapters of the model.
+        max_adapters: Maximum adapters of the model.
 
     Raises:
         FolderError: The URL can't be used.
@@ -359,7 +359,7 @@ class AdapterSlots:
         return False
 
     def give(self, need: str) -> bool:
-        """Give the place of one request back, which has ended.
+        """Give back the place of a request that has ended.
 
         Returns:
             True: requests that were refused may get a place now.

@@ -64,10 +64,10 @@ class Answer:
         request: The request.
         usage: Filled while the answer is made; it ends the answer.
         refusal: Returns why the request has failed. Such an error becomes the answer, or the last event of
-            its stream, in place of what an application makes of it.
-        lost: Whether the engine has died. What an application still sends of a stream is then dropped.
+            its stream, in place of the application's own answer.
+        lost: Whether the engine has died. Further pieces of its stream are then dropped.
         body: Returns the next ASGI message of the request's body; None: the request has it.
-        buffered: Most bytes that an application may be ahead of the reader.
+        buffered: Maximum bytes that an application may be ahead of the reader.
         leave_s: Seconds that an application has to end by itself once its client has left.
 
     Attributes:
@@ -184,7 +184,7 @@ class Answer:
     def fail(self, error: RequestError) -> bool:
         """End the answer with an error; return False if the reader has a part of a whole answer.
 
-        The connection of such an answer has to break: the client can't take what it has for the whole.
+        The connection of such an answer has to break, so that the client doesn't take a part for the whole.
         """
         if self.begun and not self._streams:
             return False
@@ -265,7 +265,7 @@ class Answer:
         return LOST if self._lost() else self._error or self._refusal()
 
     def _take(self) -> Piece:
-        """Return what may leave now."""
+        """Return the piece that may leave now."""
         wrong = self._wrong
         begun, self.begun = self.begun, True
         if isinstance(wrong, Piece):

@@ -8,7 +8,7 @@ A deployment uses it with, under `autoscaling_config`,
       policy_function: serve_app.engine.autoscaling:ByTokens
       policy_kwargs: {target: 0.8}
 
-Bounds, delays and factors are those of the `autoscaling_config`, kept by Serve as for its own policy.
+Bounds, delays and factors come from the `autoscaling_config`, and Serve applies them as for its own policy.
 """
 
 import math
@@ -32,8 +32,8 @@ def autoscaling_stats(stats: ContinuousStats) -> dict[str, float]:
         stats: Its batcher's statistics.
 
     Returns:
-        Tokens that run, and that wait for it here or in a call that is not all queued yet; the tokens
-        that may run at once; the sequences that run or wait, and those that may run at once.
+        Running tokens; waiting tokens, here or in a call that is not all queued yet; the tokens that may run
+        at once; the sequences that run or wait; the sequences that may run at once.
     """
     waiting = stats.queue_depth + stats.outside
     return {
@@ -50,8 +50,8 @@ class ByTokens:
     """Asks for as many replicas as hold all tokens and all sequences, each filled to a target.
 
     Args:
-        target: Share, above 0 and up to 1, of the KV cache, and of the sequences of a step, that a
-            replica should hold: what it runs and what waits for it.
+        target: Share, above 0 and up to 1, of the KV cache, and of the sequences of a step, that a replica
+            should hold, running and waiting.
 
     Raises:
         ValueError: The target is out of range.

@@ -12,7 +12,7 @@ from serve_app.api.scheduling import Scheduling
 from serve_app.engine.door import refusal_of
 
 PARTIAL = {400, 408, 422}
-"""Errors of one record, which leave the others of a `partial` call as they are."""
+"""Errors of one record, which don't affect the other records of a `partial` call."""
 
 RECORDS_PER_TURN = 64
 """Records that are submitted before other tasks get their turn on the event loop."""
@@ -21,15 +21,15 @@ RECORDS_PER_TURN = 64
 class BatchCall:
     """The rules of a call that carries a list of records.
 
-    The first record is refused when the queue is full, and its call with it. Once it has a place, the others
-    wait for theirs: so a list longer than the queue can be served.
+    The first record is refused when the queue is full, and its call with it. Once it has a place, the other
+    records wait for theirs: so a list longer than the queue can be served.
 
     Args:
         field: The name of the list in the request, for errors.
         partial: A record that can't be served becomes an entry of `errors`, and doesn't fail the call.
 
     Attributes:
-        tickets: The tickets of its records, once they are run; None for one that failed.
+        tickets: The tickets of its records, once they are run; None for a record that failed.
     """
 
     def __init__(self, field: str, *, partial: bool) -> None:
@@ -75,7 +75,7 @@ async def run_records(
         call: The rules of their call.
 
     Raises:
-        RequestError: The call was refused, or a record of one that isn't partial failed.
+        RequestError: The call was refused, or a record failed and the call isn't partial.
     """
     whole = call.errors is None
     deadline = scheduling.deadline(time.monotonic())
@@ -123,7 +123,7 @@ async def run_records(
 
 
 def record_error(error: BaseException) -> RequestError:
-    """Return the error that a client gets for one of a batcher or of its function."""
+    """Return the client's error for an error of a batcher or of its function."""
     match error:
         case Aborted() | BadResults():
             return RequestError(500, "internal_error", f"The model failed: {error}")

@@ -59,16 +59,16 @@ class Engine(Replica):
 
     Args:
         settings: The model.
-        max_prompts: Most prompts that one call may carry.
+        max_prompts: Maximum prompts that one call may carry.
         telemetry: What is measured and logged.
         usage: Accounting of the calls, and the quotas of tenants.
         quotas: The handle of the Quotas deployment; None: there is none.
-        share: The turns of the model's group; None: it has a device of its own.
-        salts: Whether each tenant has a part of the prefix cache of its own.
+        share: The turns of the model's group; None: the model has a device of its own. salts: Whether each
+            tenant has a part of the prefix cache of its own.
     """
 
     _turns: EngineTurns | None = None
-    """Turns on a shared device; None: it has one of its own."""
+    """Turns on a shared device; None: the model has a device of its own."""
 
     _multimodal = False
     """Whether the model takes media."""
@@ -161,7 +161,7 @@ class Engine(Replica):
         return await self._engine.adapters.keep(id, settings)
 
     async def refresh_adapters(self) -> list[JSON]:
-        """Take over the adapters that the folder has, and return those that are served.
+        """Take over the adapters of the folder, and return the served adapters.
 
         Raises:
             FolderError: It can't be read.
@@ -313,7 +313,7 @@ class Engine(Replica):
         return self._turns is not None and self._turns.refusal is not None
 
     def _flush(self) -> None:
-        """Write what the ledger has not got yet."""
+        """Write the rows that the ledger doesn't have yet."""
         self._accounts.flush()
 
     async def check_health(self) -> None:

@@ -19,7 +19,7 @@ STARTING = 8
 """Background jobs between the door and the engine at once: their templates, tokens and grammars are made.
 
 The rest waits in the order of the batcher. Live jobs have no such bound: a job that fetches slow media holds
-no other live job up. As many jobs that run no model, such as those of `/tokenize`, run at once.
+no other live job up. This is also the bound on jobs that run no model, such as jobs of `/tokenize`.
 """
 
 GRAMMAR, ADAPTER = "grammar ", "adapter "
@@ -65,12 +65,12 @@ class Door:
     takes that slot, and corrects its cost. Further prompts of the job get slots of their own.
 
     Args:
-        batcher: The order and the bounds of what the engine runs.
-        texts: The order of jobs that run no model, such as those of `/tokenize`: these wait for no KV cache.
+        batcher: The order and the bounds of the engine's jobs.
+        texts: The order of jobs that run no model, such as jobs of `/tokenize`: they wait for no KV cache.
         adapters: The LoRA adapters.
         context: Context of the model, in tokens.
         blocks: Rounds tokens up to whole blocks of the KV cache.
-        max_values: Most answers and logprobs in the answer to a job.
+        max_values: Maximum answers and logprobs in the answer to a job.
 
     Attributes:
         unfit: Returns why no job can run now; None: jobs can run.
@@ -179,7 +179,7 @@ class Door:
         Args:
             job: The job.
             prompt_tokens: Bound on the tokens of the prompt; more than the context counts as that.
-            max_tokens: Most tokens of its answer.
+            max_tokens: Maximum tokens of its answer.
 
         Raises:
             RequestError: The prompt can't run, or its time is over.
@@ -316,7 +316,7 @@ class Door:
 
 
 def refusal_of(error: BatcherError) -> RequestError:
-    """Return the error that a client gets for one of the batcher."""
+    """Return the client's error for an error of the batcher."""
     match error:
         case QueueFull():
             seconds = max(1, math.ceil(error.retry_after_s))

@@ -37,11 +37,11 @@ class FunctionEngine(Replica):
 
     The object is built once, in the constructor. Its `process` takes a list of records and returns as
     many results; it runs in a thread unless it is `async def`. It may have `estimate_cost(record)`, which
-    returns what a record costs, and `check_health()`, which raises when it can't go on.
+    returns the cost of a record, and `check_health()`, which raises when it can't go on.
 
     Args:
         settings: The model.
-        max_records: Most records that one call may carry.
+        max_records: Maximum records that one call may carry.
         telemetry: What is measured and logged.
         usage: Accounting of the calls, and the quotas of tenants.
         quotas: The handle of the Quotas deployment; None: there is none.
@@ -141,7 +141,7 @@ class FunctionEngine(Replica):
         return response
 
     async def _run(self, records: Sequence[Any], job: Job, call: BatchCall) -> list[Entry[Any] | None]:
-        """Run the records of a call, and count the cost of those that have a result."""
+        """Run the records of a call, and count the cost of the records with a result."""
         began = time.monotonic()
         outcome: Outcome = "failed"
         try:

@@ -16,12 +16,12 @@ from serve_app.wire.request import RelayRequest
 from serve_app.wire.usage import RequestUsage
 
 WAITING = 16
-"""Prompts of a job that wait to start at once: more would take the queue from the jobs of others."""
+"""Prompts of a job that wait to start at once: more would take the queue from other jobs."""
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request on its way: what is asked, and what became of it.
+    """A request on its way through an Engine, and its outcome.
 
     Attributes:
         request: The request, from the Ingress, from a batch or from a call of the handle.
@@ -70,7 +70,7 @@ class Job:
         return self.request.facts
 
     async def cover(self, tokens: int) -> None:
-        """Reserve what a prompt has beyond the bound of the facts, for which the quotas have a reservation.
+        """Reserve the tokens of a prompt beyond the bound of the facts, which the quotas have reserved.
 
         Args:
             tokens: Tokens of the prompt.

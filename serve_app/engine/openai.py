@@ -33,7 +33,7 @@ FILLED = "(parameter=max_tokens, value=0)"
 """Words of vLLM's error about a length of 0."""
 
 NO_FILE = "Cannot load local files"
-"""Words of vLLM's error about media whose URL is that of a file."""
+"""Words of vLLM's error about media whose URL names a file."""
 
 OTHER_REQUEST = re.compile(r"\d+ validation errors? for \w+\n(?:.*\.)?(.*)\n  (.*?) \[type=")
 """Words of pydantic where vLLM has made a request of another one: the field, and the reason."""
@@ -47,7 +47,7 @@ def too_many_ids(request: RelayRequest, most: int) -> RequestError | None:
 
     Args:
         request: The request.
-        most: Most token ids.
+        most: Maximum token ids.
     """
     if request.path != DETOKENIZE:
         return None

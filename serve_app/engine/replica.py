@@ -106,7 +106,7 @@ class Replica:
         )
 
     async def _close(self) -> None:
-        """Write what is left, as far as the replica has been built."""
+        """Write the remaining rows, as far as the replica has been built."""
         if watch := getattr(self, "_loop_watch", None):
             watch.stop()
         if accounts := getattr(self, "_accounts", None):
@@ -242,7 +242,7 @@ class Replica:
         return self._accounts.limits(job.call)
 
     async def _reserve(self, job: Job) -> None:
-        """Reserve what a job needs of its quotas.
+        """Reserve the quotas that a job needs.
 
         Raises:
             RequestError: They don't allow it.
@@ -253,7 +253,7 @@ class Replica:
 
     @contextmanager
     def _accounted(self, job: Job) -> Iterator[None]:
-        """Account for a job, and end what is left of it."""
+        """Account for a job, and end its remaining work."""
         tokens = job.facts.tokens
         self._held += tokens
         call = job.call = self._accounts.open(job.request, job.usage)
@@ -286,7 +286,7 @@ def usage_stats(book: CallBook, tenants: int, growth: Mapping[str, float]) -> JS
 
     Args:
         book: Its calls.
-        tenants: Most tenants with sums of their own; those with less share `other`.
+        tenants: Maximum tenants with sums of their own; tenants with less share `other`.
         growth: Tokens per second, by `tenant NAME`.
     """
     sums = book.by_tenant()
@@ -310,7 +310,7 @@ def _size(sums: Sums) -> int:
 
 
 def routing_stats(tokens: int, adapters: Sequence[str] = (), *, asleep: bool = False) -> dict[str, Any]:
-    """Return a replica's report to those that choose between replicas.
+    """Return a replica's report, by which Ingresses choose between replicas.
 
     Ray Serve sends a report that has changed to every process with a handle, so the tokens are rounded to
     three binary digits: a steady load changes nothing.

@@ -52,11 +52,11 @@ class StepTimes:
 
     @property
     def known(self) -> bool:
-        """Whether enough steps were seen to predict others."""
+        """Whether enough steps were seen to predict a step."""
         return self.steps >= KNOWN
 
     def learn(self, work: Work, seconds: float) -> None:
-        """Take in the time that a step took, in seconds."""
+        """Note the time that a step took, in seconds."""
         if seconds <= 0:
             return
         weight = 1.0

@@ -130,7 +130,7 @@ class EngineTurns:
             await asyncio.sleep(BUSY_S)
 
     async def rehearse(self, engine: Sleeper, batcher: ContinuousBatcher) -> None:
-        """Let the engine fall asleep and wake up once, so that its first switch is as fast as the others.
+        """Let the engine fall asleep and wake up once, so that its first switch is as fast as later switches.
 
         vLLM pins the memory of the host for the weights at the first sleep, which takes tens of seconds, and
         keeps it. The engine has the device meanwhile, and no requests yet, but may be changing its adapters.

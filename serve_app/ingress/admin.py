@@ -40,13 +40,13 @@ LOAD = "/v1/load_lora_adapter"
 UNLOAD = "/v1/unload_lora_adapter"
 
 BODY_BYTES = 1 << 14
-"""Most bytes of a body: a name and a path."""
+"""Maximum bytes of a body: a name and a path."""
 
 LOAD_S = 300.0
 """Seconds that the replicas have to fetch an adapter and to load it."""
 
 REFRESH_S = 60.0
-"""Seconds that they have to take over what was decided."""
+"""Seconds that replicas have to take over a change."""
 
 TRIES = 3
 """Calls of all replicas: one of them may stop meanwhile."""
@@ -61,7 +61,7 @@ OPTION = re.compile(rf"--({'|'.join(FIELDS)})\b")
 TYPES = {"json": "application/json", "csv": "text/csv; charset=utf-8"}
 
 WAIT_S = 60.0
-"""Seconds that a report may take, with those behind which it waits."""
+"""Seconds that a report may take, with the reports before it."""
 
 USAGE_ERROR = 2
 """Exit status of a command with a wrong option."""
@@ -192,7 +192,7 @@ class Admin:
         kept: str = await self._one(base, "keep_adapter", name, None)
         replicas = [] if kept else await self._refresh(base)
         if any(name in served for served in replicas):
-            kept = "is one of the config; remove it there"
+            kept = "belongs to the config; remove it there"
         if kept:
             message = f"lora_name: {name!r} {kept}"
             raise RequestError(400, "invalid_request_error", message, param="lora_name")
@@ -230,7 +230,7 @@ class Admin:
         return [answer for answer in answers if answer]
 
     async def _refresh(self, base: str) -> list[set[str]]:
-        """Let every replica take over what is kept; return the ids that each serves then."""
+        """Let every replica take over the stored adapters; return the ids that each replica serves then."""
         for last in range(TRIES - 1, -1, -1):
             try:
                 lists: Sequence[Sequence[JSON]] = await self._all(base, "refresh_adapters", REFRESH_S)
@@ -274,7 +274,7 @@ def check_admin(request: Request) -> None:
         message = "This service asks for no API keys, so it has no administrator; see `args.access`."
         raise RequestError(403, "permission_error", message)
     if not caller.key.admin:
-        message = "This API key is not one of an administrator, with `admin: true`."
+        message = "This API key is not an administrator's, with `admin: true`."
         raise RequestError(403, "permission_error", message)
 
 

@@ -37,10 +37,10 @@ PIECE_BYTES = 1 << 20
 """Bytes of an upload that travel together."""
 
 PIECE_S = 5.0
-"""Seconds after which fewer travel, so that a slow upload doesn't look like one that stalls."""
+"""Seconds after which fewer travel, so that a slow upload doesn't look like a stalled upload."""
 
 BODY_BYTES = 1 << 17
-"""Most bytes of the other bodies; the deployment has its own limit, below this."""
+"""Maximum bytes of the other bodies; the deployment has its own limit, below this."""
 
 
 def off() -> RequestError:

@@ -18,8 +18,8 @@ BODY_S = 60.0
 """Seconds until a body of at most `most` bytes has to be here, where no setting says so."""
 
 SMALL = 64 * 1024
-"""A body up to this many bytes may use the whole budget, a larger one may not use its last part: so large
-bodies can't keep out small ones."""
+"""A body up to this many bytes may use the whole budget, a larger body may not use the last part of it: so
+large bodies can't keep out small ones."""
 
 KEPT_PART = 2
 """Streams are kept in the first half of the budget only: bodies without room are refused."""
@@ -32,7 +32,7 @@ RETRY_AFTER_S = 1.0
 answered, which may be at any time."""
 
 LARGE_BYTES = 1 << 18
-"""A body with more bytes is large: a look into it takes milliseconds, into one of 32 MiB up to a second."""
+"""A body with more bytes is large: a look into it takes milliseconds, a look into 32 MiB up to a second."""
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ async def small_body(request: Request, most: int, timeout_s: float = BODY_S) -> 
 
     Args:
         request: The request.
-        most: Most bytes that the body may have.
+        most: Maximum bytes that the body may have.
         timeout_s: Seconds until the body has to be here.
 
     Raises:
@@ -107,7 +107,7 @@ class BodyBudget:
     """Counts the bytes of the bodies that this replica holds.
 
     Attributes:
-        most: Most bytes at once.
+        most: Maximum bytes at once.
         held: Bytes held now.
     """
 
@@ -119,7 +119,7 @@ class BodyBudget:
         """Raise if a body has no room for more bytes.
 
         Args:
-            size: Bytes of the body, with those.
+            size: Bytes of the body, with `more`.
             more: Bytes that are not counted yet.
 
         Raises:
@@ -179,7 +179,7 @@ class HeldBody:
 
 
 def held_body(scope: MutableMapping[str, Any]) -> HeldBody:
-    """Return what a request holds of its replica's budget.
+    """Return the part of its replica's budget that a request holds.
 
     Without a budget, as in the Batches deployment, the bytes are counted for nobody.
     """

@@ -29,7 +29,7 @@ _KEY = "context"
 
 
 class RequestContext(TrackedRequest):
-    """A request from its arrival to its end: what it holds, and what telemetry records of it.
+    """A request from its arrival to its end: its resources, and its telemetry.
 
     Args:
         scope: The request's ASGI scope.
@@ -150,7 +150,7 @@ class RequestMiddleware:
             del state[_KEY]
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application for a request that may come in, and end what the request holds."""
+        """Run the application for a request that may come in, and give back the request's resources."""
         context = context_of(scope)
         if not path_of(scope):
             await with_slash(scope)(scope, receive, send)

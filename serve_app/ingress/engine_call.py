@@ -47,8 +47,8 @@ from serve_app.wire.usage import RequestUsage
 logger = logging.getLogger("ray.serve")
 
 TRIES = 5
-"""Most engines that one request may meet, the last one that it lost among them: engines that stop in good
-order, or never take the request. An engine that dies refuses requests until its process ends."""
+"""The number of engines that a request is sent to at most: some may stop in good order, or never take the
+request. An engine that dies refuses requests until its process ends."""
 
 BACKOFF_S = 0.15
 """Mean seconds before the second try; they double with each. A replica that dies is gone by then."""
@@ -62,8 +62,8 @@ TICKS = round(SILENCE_S / KEEPALIVE_S)
 
 LATE_S = 5.0
 """Seconds beyond its queue timeout in which an engine that is there may still take a request: it answers by
-itself, with the record's name and with the records that were in time, and counts the request among those that
-came too late. The event loop of an engine on a full machine can be late by seconds."""
+itself, with the record's name and with the records that were in time, and counts the request as late. The
+event loop of an engine on a full machine can be late by seconds."""
 
 MAX_LOST = 3
 """The loss with this number is a request's result. Two engines may die one after the other of anything, and
@@ -136,7 +136,7 @@ def _status(error: Exception) -> grpc.StatusCode | None:
 
 
 def is_lost(error: Exception) -> bool:
-    """Return whether a call failed because its replica is gone, not because of what it asked."""
+    """Return whether a call failed because its replica is gone, not because of the request."""
     return isinstance(error, RayActorError | EngineLostError) or _status(error) in _BROKEN
 
 
@@ -338,10 +338,10 @@ class EngineCall:
         ask: Sends the request to an engine.
         request: The request.
         died: Called for each engine that had the request and whose process is gone.
-        tries: Most engines to ask; see `TRIES`.
+        tries: Number of engines to ask at most; see `TRIES`.
         alone: Entered for the tries at the last engine that the request may lose.
         lost: The engines that were lost with the request in earlier calls, by the ids of their replicas; gets
-            further ones. None of the list: the id isn't known.
+            further ids. None of the list: the id isn't known.
 
     Attributes:
         request: The request.
@@ -389,7 +389,7 @@ class EngineCall:
         Args:
             head: What `begin` returned.
             piece: What `begin` returned.
-            held: Counts what is kept of a stream.
+            held: Counts the bytes that are kept of a stream.
         """
         stream = ResumableStream(head.resume, held)
         while True:
@@ -428,7 +428,7 @@ class EngineCall:
             self._charge.release()
 
     def log(self, event: str, error: Exception) -> None:
-        """Log a failure: one of an engine or a limit in a line, any other one with its stack."""
+        """Log a failure: of an engine or a limit in a line, any other failure with its stack."""
         if is_expected(error):
             logger.warning("%s: %r", event, error)
         else:
@@ -550,7 +550,7 @@ class EngineResponse(Response):
     Args:
         call: The call of the engine, which begins when the answer does.
         keep_alive: Send a space every few seconds until the answer is there, which is JSON. The status is
-            then 200; that of an error is in the answer's `error.code`.
+            then 200; the status of an error is in the answer's `error.code`.
     """
 
     _failure: Exception | None = None

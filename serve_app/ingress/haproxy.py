@@ -110,7 +110,7 @@ def read_limits(environment: Mapping[str, str] = os.environ, allowed: int = -1) 
 
 
 def connections(environment: Mapping[str, str], allowed: int) -> int:
-    """Return the connections of HAProxy: those that are set, or as many as the open files allow.
+    """Return the number of HAProxy's connections: as set, or as many as the open files allow.
 
     HAProxy ends at its start if it may not open the files for all of its connections.
 
@@ -156,7 +156,7 @@ def prepare(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def make_folders(environment: Mapping[str, str]) -> None:
-    """Make the folders of HAProxy's sockets; one that an operator has made stays as it is.
+    """Make the folders of HAProxy's sockets; a folder that an operator has made stays as it is.
 
     Raises:
         PermissionError: The folder belongs to another user.

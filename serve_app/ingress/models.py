@@ -97,9 +97,9 @@ class ServedModels(Collection[str]):
         """Return the id of the model or adapter that answers a request.
 
         Args:
-            name: The one that the request names; None: the only one that answers on that route.
+            name: The name in the request; None: the only model that answers on that route.
             path: The route.
-            allowed: Ids of the models that the caller may use; None: all. To it, there are no others.
+            allowed: Ids of the models that the caller may use; None: all. All other models are a 404.
 
         Raises:
             RequestError: 404, there is no such model; 400, it doesn't answer on that route, or several do and
@@ -128,15 +128,15 @@ class ServedModels(Collection[str]):
         raise RequestError(400, "invalid_request_error", message, param="model")
 
     def find(self, name: str, allowed: Collection[str] | None = None) -> ModelSettings:
-        """Return the model of that name, or the one of the adapter of that name.
+        """Return the model of a name, or the model of the adapter of that name.
 
         Args:
             name: The model or adapter.
             allowed: Ids of the models that the caller may use; None: all.
 
         Raises:
-            RequestError: 404, there is none, or the caller may not use it. The message doesn't say which.
-                503, it may be an adapter of a model in `unheard`.
+            RequestError: 404, the model doesn't exist, or the caller may not use it. The message doesn't say
+                which. 503, it may be an adapter of a model in `unheard`.
         """
         if allowed is None or name in allowed:
             if name in self:
@@ -146,7 +146,7 @@ class ServedModels(Collection[str]):
                 message = f"The adapters of {bases} are not known yet: no replica has answered. Try again."
                 raise RequestError(503, "service_unavailable", message, retry_after_s=UNKNOWN_S)
         there = self.visible(allowed)[:MOST_COMPARED]
-        elsewhere = "GET /v1/models lists those that do"
+        elsewhere = "GET /v1/models lists all that do"
         if allowed is None:
             message = f"The model {name!r} does not exist{suggestion(name, there, elsewhere, 'served here:')}"
         else:
@@ -220,7 +220,7 @@ class ServedModels(Collection[str]):
         return self._contexts.get(name, model.context)
 
     def card(self, name: str, allowed: Collection[str] | None = None) -> Awaitable[JSON]:
-        """Return a model or an adapter as `/v1/models` shows it: OpenAI's fields, those of vLLM, and ours.
+        """Return a model or an adapter as `/v1/models` shows it: OpenAI's fields, vLLM's, and ours.
 
         Ours are `kind`, `routes` that it may serve, and with a simulated device `simulated`, the name of its
         profile.

@@ -33,7 +33,7 @@ or several; always the lesser, 4 replicas behind 4 Ingresses make 4% fewer.
 """
 
 MAX_CHUNKS = 262_144
-"""Most hashes of all replicas together: about 64 MB."""
+"""Maximum hashes of all replicas together: about 64 MB."""
 
 DEFAULT_CHUNKS = 1_024
 """Hashes per replica of which the KV capacity is not known: about 131,000 tokens."""
@@ -152,7 +152,7 @@ class PrefixIndex:
     A replica is forgotten, and so starts without prefixes, when it is removed.
 
     Args:
-        most: Most hashes of all replicas together.
+        most: Maximum hashes of all replicas together.
     """
 
     def __init__(self, most: int = MAX_CHUNKS) -> None:
@@ -169,13 +169,13 @@ class PrefixIndex:
 
         Args:
             replica: Its name.
-            chunks: Most hashes to keep of it: as many as its KV cache has room for.
+            chunks: Maximum hashes to keep of it: as many as its KV cache has room for.
         """
         self._held[replica] = OrderedDict()
         self._most[replica] = chunks
 
     def remove(self, replica: str) -> None:
-        """Forget a replica and what it held."""
+        """Forget a replica and its prefixes."""
         for chunk in self._held.pop(replica, ()):
             self._drop(chunk, replica)
         self._most.pop(replica, None)
@@ -321,7 +321,7 @@ class ReplicaChoice:
         self._draw = draw or random.Random()
 
     def update(self, replicas: Mapping[str, ReplicaState]) -> None:
-        """Take over the replicas that there are, and what they report."""
+        """Take over the present replicas, and their reports."""
         for name in self._names:
             if name not in replicas:
                 self._forget(name)
@@ -451,7 +451,7 @@ class ReplicaChoice:
         return chosen if loads[chosen] <= limit else None
 
     def _lesser(self, names: Sequence[str], loads: Mapping[str, int], limit: float) -> str | None:
-        """Return the less loaded of two replicas drawn from those within the limit; None: there is none."""
+        """Return the less loaded of two replicas drawn within the limit; None: there is none."""
         if len(names) > 2:
             two = self._within(self._draw.sample(names, 2), loads, limit)
             # Few of many may be within it.

@@ -17,7 +17,7 @@ class EngineRouter(FIFOMixin, RequestRouter):
 
     A request with a charge brings the hashes of its prompt and its tokens. It goes to another replica each
     time, while there is one: if it comes back, a replica has failed it, or has not taken it. For other calls,
-    as of a handle, Ray Serve takes the one of two replicas that has fewer calls.
+    as of a handle, Ray Serve takes the replica with fewer calls, of two.
 
     Attributes:
         choice: The policy.
@@ -58,7 +58,7 @@ class EngineRouter(FIFOMixin, RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the replicas for a request; Ray Serve asks again if none of them can be had."""
+        """Return the replicas for a request; Ray Serve asks again if no replica takes it."""
         if pending_request is None or pending_request.future.done() or not self._by_name:
             # Nothing is to be sent: Ray Serve asks once more for a request that has been assigned meanwhile.
             return [candidate_replicas]

@@ -10,7 +10,7 @@ from serve_app.wire.frame import DONE, Piece, ResumeMode
 from serve_app.wire.request import RelayRequest
 
 MAX_KEPT_BYTES = 1 << 20
-"""Most bytes that are kept of a stream; a longer one can't go on elsewhere."""
+"""Maximum bytes that are kept of a stream; a longer one can't go on elsewhere."""
 
 WHOLE_TEXT_ONLY = (
     "tools",
@@ -31,11 +31,11 @@ class UnresumableError(Exception):
 class ResumableStream:
     """A stream that another engine can go on with.
 
-    What the client has is kept unparsed: it is read only if the stream breaks.
+    The part that the client has is kept unparsed: it is read only if the stream breaks.
 
     Args:
         resume: How the stream could go on; nothing is kept of a stream that can't.
-        held: Counts what is kept, until the request ends. A stream that has no room can't go on elsewhere.
+        held: Counts the kept bytes, until the request ends. A stream that has no room can't go on elsewhere.
     """
 
     __slots__ = ("_bodies", "_held", "_kept", "_next", "_resume", "_size", "_splice", "_token_ids")
@@ -94,7 +94,7 @@ class ResumableStream:
     def go_on(self, resume: ResumeMode) -> None:
         """Take the pieces of another engine from now on.
 
-        The engine sends tokens and text from the first one on; so the tokens that are kept are forgotten.
+        The engine sends tokens and text from the first token on; so the tokens that are kept are forgotten.
 
         Args:
             resume: How its stream could go on.

@@ -75,7 +75,7 @@ class HealthReport:
 
     Attributes:
         models: The models by name.
-        simulated: Profiles of those on a simulated device, by name.
+        simulated: Profiles of models on a simulated device, by name.
         others: Replicas that can serve of the deployments `BATCHES` and `QUOTAS`, by name.
     """
 
@@ -119,7 +119,7 @@ class Health:
     Args:
         app: The Serve application.
         models: The ids of its models.
-        simulated: Profiles of those on a simulated device, by id.
+        simulated: Profiles of models on a simulated device, by id.
     """
 
     def __init__(self, app: str, models: list[str], simulated: Mapping[str, str] | None = None) -> None:

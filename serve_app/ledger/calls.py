@@ -16,10 +16,10 @@ from serve_app.wire.request import RelayRequest
 from serve_app.wire.usage import Outcome, RequestUsage, worst
 
 MAX_ENDED = 50_000
-"""Most ended calls that wait for the writer; the rows of further calls are dropped."""
+"""Maximum ended calls that wait for the writer; the rows of further calls are dropped."""
 
 MAX_TENANTS = 1_000
-"""Most tenants with their own sums; later tenants share one."""
+"""Maximum tenants with their own sums; later tenants share one."""
 
 OTHER = "other"
 

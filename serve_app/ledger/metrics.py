@@ -16,7 +16,7 @@ class UsageMetrics:
         book: The replica's calls.
         ledger: Its ledger; None: it has no ledger.
         meters: Instruments of `catalogue.USAGE`.
-        tenants: Most tenants with their own series.
+        tenants: Maximum tenants with their own series.
     """
 
     def __init__(self, book: CallBook, ledger: Ledger | None, meters: Meters, tenants: int) -> None:

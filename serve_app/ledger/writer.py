@@ -10,8 +10,8 @@ round takes longer.
 
 A process holds its growing segment by a lock of the kernel on the open file, which ends with the process. A
 segment that nobody holds is closed: the process that closed it brings it into its last form, or the next
-process that starts, if the first one was killed. It holds the segment meanwhile, and removes it last, so each
-step may run again after a kill: the result is the same.
+process that starts, if the first process was killed. It holds the segment meanwhile, and removes it last, so
+each step may run again after a kill: the result is the same.
 """
 
 import fcntl
@@ -49,7 +49,7 @@ SEGMENT_BYTES = 64 << 20
 """Size at which a segment is closed."""
 
 MAX_PENDING = 50_000
-"""Most rows that wait while they can't be written; further rows are dropped."""
+"""Maximum rows that wait while they can't be written; further rows are dropped."""
 
 WARN_S = 60.0
 """Seconds between two warnings of the same kind."""
@@ -188,7 +188,7 @@ class Ledger:
             here. None: segments stay.
         segment_bytes: Size at which a segment is closed.
         segment_s: Seconds after which it is closed; None: at the end of its day.
-        max_bytes: Most bytes of segments here; beyond the limit rows are dropped. None: no bound.
+        max_bytes: Maximum bytes of segments here; beyond the limit rows are dropped. None: no bound.
         keep_s: Seconds after which a segment is removed; None: never.
         clock: Seconds since the epoch.
         now: Monotonic clock, in seconds.

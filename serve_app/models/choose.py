@@ -37,10 +37,10 @@ NO_FLOAT16 = {"gemma2", "gemma3", "gemma3_text", "glm4"}
 """Families that vLLM refuses to run in float16, since their values exceed its range."""
 
 CPU_SEQUENCES, CPU_STEP_TOKENS = 64, 4096
-"""Most sequences and tokens in a step on a CPU, as in configs/local.yaml."""
+"""Maximum sequences and tokens in a step on a CPU, as in configs/local.yaml."""
 
 MOST_DEVICES = 64
-"""Most devices considered for the advice in a refusal."""
+"""Maximum devices considered for the advice in a refusal."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Choice:
         dtype: Type that the engine computes in; "auto" for quantised weights.
         utilization: Share of a GPU's memory for vLLM; None: the CPU.
         max_model_len: Longest prompt and answer together, in tokens.
-        max_num_seqs: Most sequences in a step.
-        max_num_batched_tokens: Most tokens in a step.
+        max_num_seqs: Maximum sequences in a step.
+        max_num_batched_tokens: Maximum tokens in a step.
         tensor_parallel: GPUs that share the weights of a replica; 1 on the CPU.
         devices: GPUs of a replica; 0: the CPU.
         replicas: Copies of the model.

@@ -25,7 +25,7 @@ CPU_RESERVE = 2_000_000_000
 """Bytes of the engine's process beside weights and KV cache: its libraries and the activations of a step."""
 
 CPU_KV_MOST = 4 << 30
-"""Most bytes of KV cache on a CPU: its cores are saturated long before a larger KV cache fills up."""
+"""Maximum bytes of KV cache on a CPU: its cores are saturated long before a larger KV cache fills up."""
 
 CPU_KV_STEP = 64 << 20
 """The bytes of KV cache on a CPU are a multiple of this, for a round number in the config."""
@@ -90,7 +90,7 @@ class MemoryDemand:
 
         Args:
             memory: Available bytes.
-            tokens: Most tokens that the KV cache can ever hold.
+            tokens: Maximum tokens that the KV cache can ever hold.
         """
         usable = int(memory * CPU_UTILIZATION)
         per_token = self.architecture.kv_bytes_per_token(self.value_bytes)

@@ -13,10 +13,10 @@ ANSWER_TOKENS, REASONING_TOKENS = 512, 4096
 """Default of `max_tokens` for `/generate`, without and with reasoning before the answer."""
 
 MOST_CORES = 4
-"""Most cores of an engine on a GPU, for tokenizing, scheduling and streaming."""
+"""Maximum cores of an engine on a GPU, for tokenizing, scheduling and streaming."""
 
 MOST_INGRESS = 4
-"""Most replicas of the Ingress."""
+"""Maximum replicas of the Ingress."""
 
 
 def service_id(source: str) -> str:
@@ -179,7 +179,7 @@ def _ingress(cores: float, most: int) -> Section:
 
     Args:
         cores: Cores of a replica.
-        most: Most replicas that the remaining cores allow.
+        most: Maximum replicas that the remaining cores allow.
     """
     most = min(MOST_INGRESS, most)
     options = Noted({"num_cpus": Noted(cores if cores < 1 else int(cores))})

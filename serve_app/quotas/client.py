@@ -39,7 +39,7 @@ RECALL_S = 0.05
 """Seconds to the next report while a call waits for other Engines to give amounts back."""
 
 MOST_S = 1.0
-"""Most seconds that a call waits for other Engines to give amounts back."""
+"""Maximum seconds that a call waits for other Engines to give amounts back."""
 
 START_S = 15.0
 """Least timeout of the first answer, in seconds: the service may start at the same time as this process."""
@@ -174,7 +174,7 @@ class QuotaClient:
 
         Args:
             tenant: Its tenant.
-            tokens: Most tokens that it may take, of prompts and answers.
+            tokens: Maximum tokens that it may take, of prompts and answers.
             key: The name of its key.
             quota: The quota of the key; None: the key has no quota.
             more: These are further tokens of a call that has a reservation: they count for no other limit.
@@ -416,7 +416,7 @@ def _check_fits(limits: Iterable[HeldCounter], tokens: int) -> None:
 
 
 def _lacks(limits: HeldCounter, tokens: int, now: float) -> bool:
-    """Return whether a limit has too little for a call, together with what is left of all blocks."""
+    """Return whether a limit has too little for a call, together with the rest of all blocks."""
     return any(left < limits.amount(tokens) for _, left, _ in limits.remaining(now))
 
 

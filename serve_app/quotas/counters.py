@@ -164,8 +164,8 @@ class HolderAnswer(NamedTuple):
     """The answer to a report.
 
     Attributes:
-        session: A name for the service's memory of the holder. A new session knows less than the last one:
-            the next reports state all counters.
+        session: A name for the service's memory of the holder. A new session knows less than the last
+            session: the next reports state all counters.
         grants: A grant for each counter that has a limit.
         table: Version of the tenants' quotas.
         tenants: The quotas of all tenants, if the holder knows another version.
@@ -223,7 +223,7 @@ class _Counted:
         return found
 
     def place(self, kind: Kind, holder: str, block: Block, now: float) -> None:
-        """Set a block, and what its minute has taken in those windows that are not over."""
+        """Set a block, and the use of its minute in windows that are not over."""
         blocks = self.blocks.setdefault(holder, {})
         old = blocks.get(block.minute)
         blocks[block.minute] = block

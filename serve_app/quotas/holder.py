@@ -366,7 +366,7 @@ class Holder:
                     one.told = None
 
     def give_up(self) -> None:
-        """Give back what is left of all blocks."""
+        """Give back the rest of all blocks."""
         for subject in self._subjects.values():
             for one in subject.counters:
                 one.current.left = 0
@@ -379,7 +379,7 @@ class Holder:
                 subject.set_quota(subjects.get(name, Quota()), self.clock())
 
     def _next(self) -> list[HeldSubject]:
-        """Return the next busy subjects; those that have come to rest are busy no more, or forgotten."""
+        """Return the next busy subjects; subjects that have come to rest are busy no more, or forgotten."""
         now = self.clock()
         if NEVER < self._holds_until <= now:
             self._holds_until = NEVER

@@ -25,7 +25,7 @@ class QuotaMetrics:
 
     Args:
         states: Yields each subject with the states of its limits.
-        most: Most subjects with their own series.
+        most: Maximum subjects with their own series.
         meters: Instruments of `catalogue.QUOTAS`; None: Ray's instruments.
     """
 

@@ -11,7 +11,7 @@ MINUTE_S = 60
 DAY_S = 86_400
 
 STEP_S = 1.0
-"""Most seconds of a jump ahead of the wall clock that is followed at once, as an ordinary correction."""
+"""Maximum seconds of a jump ahead of the wall clock that is followed at once, as an ordinary correction."""
 
 SETTLED_S = 60.0
 """Seconds after which a jump ahead counts as the right time. A jump that is undone before changes nothing."""

@@ -17,10 +17,10 @@ from serve_app.api.headers import Headers
 Address = IPv4Address | IPv6Address
 
 MAX_HOPS = 32
-"""Most proxies between a client and this service; no real path is longer."""
+"""Maximum proxies between a client and this service; no real path is longer."""
 
 _MAX_TEXT = 64
-"""Most characters of an address with brackets and a port."""
+"""Maximum characters of an address with brackets and a port."""
 
 _WITH_PORT = re.compile(r"\[(?P<v6>[^\]]*:[^\]]*)\](:[0-9]+)?|(?P<v4>[^:\[]+):[0-9]+")
 

@@ -45,17 +45,19 @@ class BatchesSettings(Strict):
         default=None, description="Environment variable with that URL, which may hold a password."
     )
     max_file_bytes: Positive = Field(default=200 << 20, description="Largest upload.")
-    max_tenant_bytes: Positive = Field(default=20 << 30, description="Most bytes of all uploads of a tenant.")
-    max_files: Positive = Field(default=10_000, description="Most uploads of a tenant.")
-    max_lines: Positive = Field(default=50_000, description="Most rows of a batch.")
-    max_line_bytes: Positive = Field(default=4 << 20, description="Most bytes of a row.")
+    max_tenant_bytes: Positive = Field(
+        default=20 << 30, description="Maximum bytes of all uploads of a tenant."
+    )
+    max_files: Positive = Field(default=10_000, description="Maximum uploads of a tenant.")
+    max_lines: Positive = Field(default=50_000, description="Maximum rows of a batch.")
+    max_line_bytes: Positive = Field(default=4 << 20, description="Maximum bytes of a row.")
     max_open_batches: Positive = Field(
-        default=100, description="Most batches of a tenant that haven't ended."
+        default=100, description="Maximum batches of a tenant that haven't ended."
     )
     max_batches: Positive = Field(
         default=10_000,
         description=(
-            "Most batches of a tenant; for a new batch the oldest ended batch is deleted with its results."
+            "Maximum batches of a tenant; for a new batch the oldest ended batch is deleted with its results."
         ),
     )
     retention_s: Annotated[int, Field(strict=True, ge=3600)] = Field(
@@ -67,10 +69,10 @@ class BatchesSettings(Strict):
     )
     max_result_bytes: Positive = Field(
         default=100 << 30,
-        description="Most bytes of all result files of a tenant; beyond it the oldest files are deleted.",
+        description="Maximum bytes of all result files of a tenant; beyond it the oldest files are deleted.",
     )
     max_rows_in_flight: Positive = Field(
-        default=1024, description="Most rows at the engines of one model at once."
+        default=1024, description="Maximum rows at the engines of one model at once."
     )
 
     @model_validator(mode="after")
@@ -96,10 +98,10 @@ class BatchLimits(Strict):
     max_file_bytes: Positive | None = Field(default=None, description="Largest upload.")
     max_tenant_bytes: Positive | None = Field(
         default=None,
-        description="Most bytes of all uploads of its tenant, checked when the key adds an upload.",
+        description="Maximum bytes of all uploads of its tenant, checked when the key adds an upload.",
     )
-    max_lines: Positive | None = Field(default=None, description="Most rows of a batch.")
+    max_lines: Positive | None = Field(default=None, description="Maximum rows of a batch.")
     max_open_batches: Positive | None = Field(
         default=None,
-        description="Most batches of its tenant that haven't ended, checked when the key creates a batch.",
+        description="Maximum batches of its tenant that haven't ended, checked when the key creates a batch.",
     )

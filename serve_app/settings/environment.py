@@ -55,8 +55,8 @@ TRANSPORT = (
 CONNECTIONS = Variable(
     "RAY_SERVE_HAPROXY_MAXCONN",
     "12000",
-    "Most connections of a node's HAProxy, or fewer where its limit of open files (two for each connection) "
-    "is lower. A client address may have a quarter of them; name a proxy in front in "
+    "Maximum connections of a node's HAProxy, or fewer where its limit of open files (two for each "
+    "connection) is lower. A client address may have a quarter of them; name a proxy in front in "
     "SATURATE_HAPROXY_TRUSTED_PROXIES.",
 )
 PROXY = (

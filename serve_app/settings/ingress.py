@@ -29,7 +29,7 @@ class IngressSettings(Strict):
     max_bytes_in_flight: Positive | None = Field(
         default=None,
         description=(
-            "Most bytes of all request bodies that one Ingress replica holds, from their arrival to the end "
+            "Maximum bytes of all request bodies that one Ingress replica holds, from arrival to the end "
             "of their answers; a further request gets a 503. Streams that could go on in another Engine are "
             "kept in half of it. By default eight times `max_body_bytes`."
         ),
@@ -39,24 +39,24 @@ class IngressSettings(Strict):
         description="Seconds within which a request body must arrive; a slower body gets a 408.",
     )
     max_prompts: Positive = Field(
-        default=10_000, description="Most prompts in one call, and records in one `/process` call."
+        default=10_000, description="Maximum prompts in one call, and records in one `/process` call."
     )
     max_tokens: Positive | None = Field(
         default=None,
         description=(
-            "Most tokens per answer that a request may ask for; the default bound is the model's context."
+            "Maximum tokens per answer that a request may ask for; the default bound is the model's context."
         ),
     )
-    max_n: Positive = Field(default=128, description="Most answers per prompt (`n`).")
+    max_n: Positive = Field(default=128, description="Maximum answers per prompt (`n`).")
     max_messages: Positive = Field(
         default=10_000,
-        description="Most messages and parts of their contents, in all chats of a call; and most tools.",
+        description="Maximum messages and parts of their contents, in all chats of a call; and most tools.",
     )
     max_values: Positive = Field(
         default=100_000,
         description=(
-            "Most values in a JSON body: texts, numbers, objects, lists. Prompts in tokens may have 10 times "
-            "as many numbers; all fields beside the prompt may have a tenth of the values."
+            "Maximum values in a JSON body: texts, numbers, objects, lists. Prompts in tokens may have 10 "
+            "times as many numbers; all fields beside the prompt may have a tenth of the values."
         ),
     )
     open_adapters: Flag = Field(
@@ -100,8 +100,8 @@ class AccessSettings(Strict):
     share_prefix_cache: bool = Field(
         default=False,
         description=(
-            "Whether all tenants share the engines' prefix caches. A tenant can tell then, by cached tokens "
-            "and times, how prompts of others begin. By default each tenant finds its own prompts only."
+            "Whether all tenants share the engines' prefix caches. Then cached tokens and times tell a "
+            "tenant how prompts of other tenants begin. By default each tenant finds its own prompts only."
         ),
     )
 

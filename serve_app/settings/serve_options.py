@@ -95,7 +95,7 @@ MOVED: Mapping[str, str] = {
     "lora_modules": "adapters of the model",
     "allowed_origins": "args.ingress.allow_origins",
 }
-"""Options of the command line that become settings of this service, and those settings in a config."""
+"""Options of the command line that become settings of this service, and the paths of these settings."""
 
 DONE = frozenset(
     {

@@ -44,7 +44,7 @@ class TelemetrySettings(Strict):
     )
     engine_metrics: Flag = Field(default=True, description="Export vLLM's metrics there too.")
     tenants: Annotated[int, Field(strict=True, ge=0, le=1_000)] = Field(
-        default=20, description="Most tenants with their own series; further tenants share one series."
+        default=20, description="Maximum tenants with their own series; further tenants share one series."
     )
     request_log: Literal["json", "text"] | None = Field(
         default="json",

@@ -35,7 +35,7 @@ class LedgerSettings(Strict):
     upload_s: Seconds = Field(default=300.0, description="Seconds after which rows are uploaded to the URL.")
     max_spool_bytes: Positive = Field(
         default=1 << 30,
-        description="Most bytes that wait for upload; further rows are dropped and counted.",
+        description="Maximum bytes that wait for upload; further rows are dropped and counted.",
     )
     keep_days: Positive | None = Field(
         default=None, description="Days after which files are removed from the directory; by default never."
@@ -68,11 +68,11 @@ class Quota(Strict):
     its prompts and answers.
     """
 
-    tokens_per_minute: Positive | None = Field(default=None, description="Most tokens in a minute.")
-    tokens_per_day: Positive | None = Field(default=None, description="Most tokens in a day.")
-    tokens_per_month: Positive | None = Field(default=None, description="Most tokens in a month.")
-    requests_per_minute: Positive | None = Field(default=None, description="Most requests in a minute.")
-    max_concurrency: Positive | None = Field(default=None, description="Most requests in flight.")
+    tokens_per_minute: Positive | None = Field(default=None, description="Maximum tokens in a minute.")
+    tokens_per_day: Positive | None = Field(default=None, description="Maximum tokens in a day.")
+    tokens_per_month: Positive | None = Field(default=None, description="Maximum tokens in a month.")
+    requests_per_minute: Positive | None = Field(default=None, description="Maximum requests in a minute.")
+    max_concurrency: Positive | None = Field(default=None, description="Maximum requests in flight.")
 
 
 def _state_url(url: str) -> str:

@@ -28,7 +28,7 @@ class Device:
         self._pinned = False
 
     def submit(self, work: Work) -> float:
-        """Add a step, which starts when those before it have ended; return when it ends, on the clock."""
+        """Add a step, which starts when all earlier steps have ended; return when it ends, on the clock."""
         self._free_at = max(self._clock(), self._free_at) + self.profile.step.seconds(work)
         return self._free_at
 

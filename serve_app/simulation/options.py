@@ -24,7 +24,7 @@ def engine_options(profile: Profile, **own: Any) -> dict[str, Any]:
 
     Args:
         profile: The device.
-        own: Options of the config; those that the simulation needs for itself are replaced.
+        own: Options of the config; options that the simulation needs for itself are replaced.
     """
     limits = profile.model_dump(include={"max_model_len", "max_num_seqs", "max_num_batched_tokens"})
     options = limits | own | FIXED

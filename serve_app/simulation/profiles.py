@@ -129,8 +129,8 @@ class Profile(BaseModel):
     )
     kv_tokens: Count = Field(description="Tokens that fit into the KV cache.")
     max_model_len: Count = Field(description="Context of the model in tokens.")
-    max_num_seqs: Count = Field(default=256, description="Most sequences in a step.")
-    max_num_batched_tokens: Count = Field(default=8192, description="Most tokens in a step.")
+    max_num_seqs: Count = Field(default=256, description="Maximum sequences in a step.")
+    max_num_batched_tokens: Count = Field(default=8192, description="Maximum tokens in a step.")
     device_gb: Positive | None = Field(
         default=None, description="Memory of the device in GB; null: not known."
     )

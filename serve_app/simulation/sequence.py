@@ -1,4 +1,4 @@
-"""Tokens of a simulated sequence: each is a function of those before it, so a prompt has one answer."""
+"""Tokens of a simulated sequence: each is a function of the tokens before it, so a prompt has one answer."""
 
 import zlib
 from array import array

@@ -1,6 +1,6 @@
 """An executor for vLLM on a simulated device.
 
-The imports are those of vLLM 0.32.
+The imports are valid for vLLM 0.32.
 
     vllm serve MODEL --distributed-executor-backend serve_app.simulation.vllm_executor.SimulatedExecutor
         --additional-config '{"simulate": "h100-8b"}' --block-size 16
@@ -38,7 +38,7 @@ ANSWERS = {
     "pin_lora": True,
     "list_loras": set[int](),
 }
-"""Answers of the device to vLLM's calls of a worker, by method; it answers None to the others."""
+"""Answers of the device to vLLM's calls of a worker, by method; it answers None to all others."""
 
 
 WRITES = ("add_lora", "remove_lora", "pin_lora")
@@ -53,7 +53,7 @@ class _Running(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """A step that is submitted: its requests, those that get a token, and its end on the device's clock."""
+    """A submitted step: its requests, the requests that get a token, and its end on the device's clock."""
 
     requests: list[str]
     sampled: list[str]
@@ -77,7 +77,8 @@ class _Output(Future[ModelRunnerOutput]):
 class SimulatedExecutor(Executor):  # type: ignore[misc]
     """An executor whose steps take the time of a profile and no CPU.
 
-    Answers consist of letters: each token is a function of those before it. They don't end by themselves, but
+    Answers consist of letters: each token is a function of the tokens before it. They don't end by
+        themselves, but
     at `max_tokens`, a stop string, the end of a grammar, or the end of the context.
 
     vLLM's `additional_config` has the profile under "simulate": its name, its path or its fields.
@@ -175,7 +176,7 @@ class SimulatedExecutor(Executor):  # type: ignore[misc]
         return output if non_block else output.result()
 
     def _update(self, scheduled: SchedulerOutput) -> None:
-        """Take over what the scheduler tells of new, continued and finished requests."""
+        """Take over new, continued and finished requests from the scheduler."""
         for request in scheduled.finished_req_ids:
             self._requests.pop(request, None)
         for new in scheduled.scheduled_new_reqs:
@@ -219,7 +220,7 @@ class SimulatedExecutor(Executor):  # type: ignore[misc]
         )
 
     def _allowed(self, grammar: GrammarOutput) -> dict[str, list[int]]:
-        """Return the tokens that the grammar of a request allows next; its end, where that is one of them."""
+        """Return the tokens that a request's grammar allows next; where the end is allowed, the end alone."""
         found = {}
         for request, mask in zip(grammar.structured_output_request_ids, grammar.grammar_bitmask, strict=True):
             bits = np.unpackbits(mask.view(np.uint8), bitorder="little")

@@ -37,7 +37,7 @@ class Number(click.FloatRange):
 
 
 MOST_SHOWN = 300
-"""Most characters shown of an unexpected error."""
+"""Maximum characters shown of an unexpected error."""
 
 
 def run(command: click.Command, arguments: Sequence[str] | None = None) -> NoReturn:

@@ -40,7 +40,7 @@ OWNERS = sa.Table(
 """Version and owner of each group of tables: PostgreSQL may have the tables of batches and of quotas."""
 
 CONNECTIONS = 4
-"""Most connections of a process to one database."""
+"""Maximum connections of a process to one database."""
 
 CONNECT_S = 10
 

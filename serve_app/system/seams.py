@@ -93,7 +93,7 @@ def _has(holder: Any, name: str) -> bool:
 
 @functools.cache
 def _assigned(owner: type) -> set[str]:
-    """Return the attributes that the body of a class declares, and those that its methods assign."""
+    """Return the attributes that the body of a class declares, and the attributes that its methods assign."""
     codes = [
         getattr(inspect.unwrap(each), "__code__", None) for each in vars(owner).values() if callable(each)
     ]

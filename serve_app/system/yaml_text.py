@@ -19,7 +19,7 @@ from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 from ruamel.yaml.tokens import CommentToken
 
 WIDTH = 110
-"""Most columns of a comment line."""
+"""Maximum columns of a comment line."""
 
 Place = tuple[str | int, ...]
 """The keys and indices from the root of a document to a value."""
@@ -87,7 +87,7 @@ def put(section: Section, place: Sequence[str], value: Any, comment: str) -> Non
 
 
 MAX_NAME = 100
-"""Most characters of a name in an error."""
+"""Maximum characters of a name in an error."""
 
 
 class _Loader(yaml.SafeLoader):

@@ -138,7 +138,7 @@ OUTPUT_TOKENS = Metric("saturate_output_tokens_total", "counter", "Tokens out, a
 STEP_BOUND = Metric(
     "saturate_step_bound_seconds",
     "gauge",
-    "Most seconds that a step may take for live requests and their goals; 0: steps are not bounded",
+    "Maximum seconds that a step may take for live requests and their goals; 0: steps are not bounded",
 )
 STEP_SECONDS = Metric(
     "saturate_step_seconds",

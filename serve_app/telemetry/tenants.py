@@ -1,9 +1,9 @@
-"""Labels of tenants: only the largest have their own series, since Prometheus can't hold one for each."""
+"""Labels of tenants: only the largest have their own series; Prometheus can't hold a series for each."""
 
 OTHER = "other"
 
 REMEMBERED = 1_000
-"""Most tenants whose recent cost is remembered."""
+"""Maximum tenants whose recent cost is remembered."""
 
 HALF = 60
 """Rounds after which a cost counts half."""

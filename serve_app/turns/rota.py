@@ -98,7 +98,7 @@ class Order(NamedTuple):
 def follow(now: float, name: str, own: Entry, others: Mapping[str, Entry], settings: ShareSettings) -> Order:
     """Return what an engine does next: it goes on, gives way, or takes its devices.
 
-    An engine takes all of its devices at once, and only if no other engine has one of them.
+    An engine takes all of its devices at once, and only if no other engine has any of them.
 
     Args:
         now: The time.

@@ -1,7 +1,8 @@
 """Pieces of an answer, and the messages that carry them from an Engine to an Ingress.
 
-An answer is a stream of pieces. The first one has the head, and the last one the usage, so a complete answer
-differs from one that broke off. Each piece leaves the Engine as one message, or as several if it is large.
+An answer is a stream of pieces. The first piece has the head, and the last piece the usage, so a complete
+answer differs from a broken answer. Each piece leaves the Engine as one message, or as several if it is
+large.
 
 A message is a row of frames. A frame is a kind (one byte), the length of its payload (four bytes,
 big-endian) and the payload.
@@ -31,10 +32,10 @@ DONE = b"data: [DONE]\n\n"
 """The last event of a stream of OpenAI's older routes. Clients leave when they have it."""
 
 MAX_BODY_BYTES = 2 << 20
-"""Most bytes of the body in one message; gRPC's own limit on a message is 4 MiB unless it is raised."""
+"""Maximum bytes of the body in one message; gRPC's own limit on a message is 4 MiB unless it is raised."""
 
 MAX_ANSWER_BYTES = 256 << 20
-"""Most bytes of an answer that is sent as a whole: it is held in memory several times on its way."""
+"""Maximum bytes of an answer that is sent as a whole: it is held in memory several times on its way."""
 
 ResumeMode = Literal["", "tokens", "again"]
 """How a stream that breaks can go on: not at all; from the tokens sent so far; by a second run from its

@@ -26,7 +26,7 @@ class RelayRequest(PickledByName):
         arrived_at: When the Ingress got it, in seconds since the epoch: the clock that all machines share.
         resumes: It goes on with a stream that broke in another Engine.
         token_ids: The tokens that the stream had sent, as the bytes of an `array`.
-        max_tokens: Most output tokens of an answer that states no limit of its own; None: the context.
+        max_tokens: Maximum output tokens of an answer that states no limit of its own; None: the context.
         facts: What its body states.
         adapter: Id of the adapter that it names; empty: none.
         key: Name of its API key; empty: there is none, or it isn't known.

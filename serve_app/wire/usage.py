@@ -48,9 +48,9 @@ class Tokens(NamedTuple):
     """Tokens of an engine's work, as the engine's own counters have them.
 
     Attributes:
-        prompt: Tokens of prompts, those found in the prefix cache too; once for all answers to a prompt.
+        prompt: Tokens of prompts, with tokens found in the prefix cache; once for all answers to a prompt.
         cached: Prompt tokens found in the prefix cache.
-        output: Tokens that were sampled, also those that no client has got.
+        output: Tokens that were sampled, also tokens that no client has got.
     """
 
     prompt: int = 0
@@ -69,7 +69,7 @@ class Sequences(Protocol):
     """Sequences of an engine: one, or all answers to one prompt. Both methods are called in any thread."""
 
     def tokens(self) -> Tokens:
-        """Return what the engine has counted for them so far."""
+        """Return the tokens that the engine has counted for them so far."""
 
     def ended(self) -> bool:
         """Return whether the engine counts nothing for them any more."""
@@ -84,9 +84,10 @@ class Usage:
         started_at: Time of its start.
         ended_at: Time of its end; 0: it runs.
         counted: Tokens that the engine has counted for the sequences that have ended.
-        outcome: Its end.
+        outcome: How it ended.
         cost: Cost of the records of a function; 0 for a language model.
-        searches: Its sequences are steps of a beam search: their prompt counts once, that of the first one.
+        searches: Its sequences are steps of a beam search: their prompt counts once, as the prompt of the
+            first sequence.
     """
 
     submitted_at: float
@@ -151,12 +152,12 @@ class Usage:
 
 @dataclass(slots=True)
 class RequestUsage:
-    """The usage of a request, over all of its slots. The totals are those of the slots that have ended.
+    """The usage of a request, over all of its slots. The totals are sums over the slots that have ended.
 
     Attributes:
         counted: Tokens that the engine has counted.
         wait_s: Seconds in the batcher's queue; of several slots, the longest wait.
-        engine_s: Seconds from the submission of the first slot to the last end of one.
+        engine_s: Seconds from the submission of the first slot to the end of the last slot.
         outcome: The worst outcome.
         cost: Cost of the records of a function. It doesn't cross the relay, nor does all below.
         ran: The engine got a sequence, or a function a record.

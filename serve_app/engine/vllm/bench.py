@@ -16,7 +16,7 @@ from serve_app.api.protocol import JSON
 from serve_app.system.parent_death import end_with
 
 TOKENS = range(33, 127)
-"""Token ids of prompts: every vocabulary has them, and few tokenizers have special ones among them."""
+"""Token ids of prompts: every vocabulary has them, and few tokenizers have special tokens among them."""
 
 KEPT = ("duration", "ttfts", "latencies", "output_lens", "start_times", "errors")
 """Fields of vLLM's result that are passed on; all but the first have a value for each request."""

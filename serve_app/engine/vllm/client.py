@@ -118,7 +118,7 @@ class GatedLLM(CountedLLM):
                         yield output
 
     def prepare(self, job: Job, length: int, params: SamplingParams) -> tuple[int, int]:
-        """Bound what a prompt asks for, and return its cost.
+        """Bound the options of a prompt, and return its cost.
 
         Args:
             job: The job.
@@ -281,7 +281,7 @@ class GatedLLM(CountedLLM):
             raise VLLMValidationError(str(error)) from error
 
     async def _cover(self, job: Job, length: int) -> None:
-        """Reserve what a prompt of a job has beyond its bound; see `add_request` for the errors."""
+        """Reserve the tokens of a job's prompt beyond its bound; see `add_request` for the errors."""
         try:
             await job.cover(length)
         except RequestError as error:
@@ -370,7 +370,8 @@ class GatedLLM(CountedLLM):
             await super().notify_kv_transfer_request_rejected(request_id, kv_transfer_params, **options)
 
     def _count(self, job: Job, prompt: Any, params: SamplingParams) -> None:
-        """Count what the answer to a prompt has, and bound the length of an answer that states none.
+        """Count the values of the answer to a prompt, and bound the length of an answer without a stated
+        length.
 
         Raises:
             VLLMValidationError: 400, all prompts of the job have too much together.
@@ -393,7 +394,7 @@ class GatedLLM(CountedLLM):
             raise refused(error) from None
 
     def _logprobs(self, stated: int | None) -> int:
-        """Return the logprobs of a token: its own and those that are asked for; -1 are all."""
+        """Return the logprobs of a token: its own and the requested logprobs; -1: all."""
         if stated is None:
             return 0
         return self.model_config.get_vocab_size() if stated < 0 else stated + 1

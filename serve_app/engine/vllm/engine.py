@@ -79,15 +79,15 @@ class VLLMEngine:
 
     Args:
         settings: The model.
-        max_prompts: Most prompts in a list.
+        max_prompts: Maximum prompts in a list.
         book: Gets the work of each call.
         telemetry: Whether vLLM's metrics and spans are exported.
         salts: Whether each tenant has a part of the prefix cache of its own.
 
     Attributes:
         load_s: Seconds that loading the model took, with its warm-up.
-        max_num_batched_tokens: Most tokens in a step.
-        default_output: Most tokens of an answer of `/generate` to a request that states no limit.
+        max_num_batched_tokens: Maximum tokens in a step.
+        default_output: Maximum tokens of an answer of `/generate` to a request that states no limit.
         stats: The engine's statistics.
         adapters: The LoRA adapters.
         door: Admits jobs.

@@ -1,6 +1,6 @@
 """The work of `/generate`: a list of prompts, each admitted, tokenized and completed by itself.
 
-The imports are those of vLLM 0.32.
+The imports are valid for vLLM 0.32.
 """
 
 import asyncio
@@ -47,10 +47,10 @@ SHORT_CHARS = 2_048
 """Texts up to this length together are tokenized on the event loop: a thread takes as long to begin."""
 
 AHEAD = 32
-"""Most texts that are tokenized together with one whose turn it is."""
+"""Maximum texts that are tokenized together with the text whose turn it is."""
 
 BYTES_PER_CHAR = 4
-"""Most bytes of a character in UTF-8."""
+"""Maximum bytes of a character in UTF-8."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -157,7 +157,7 @@ class GenerateCalls:
         A few prompts at a time wait to start.
 
         Args:
-            job: The job. Its slot is that of the first prompt.
+            job: The job. It takes the slot of the first prompt.
             request: The request.
             late: The error of the first prompt, if it can't start in time.
 
@@ -314,12 +314,12 @@ class GenerateCalls:
         return output
 
     def _failed(self, request_id: str, error: Exception) -> RequestError:
-        """Log a fault of the service with its stack; return the error of the prompt: others go on."""
+        """Log a fault of the service with its stack; return the error of the prompt: other prompts go on."""
         logger.error("prompt %s failed by a fault of the service", request_id, exc_info=error)
         return internal_error(error.__cause__ or error)
 
     def _fit(self, length: int, sampling: Sampling) -> SamplingParams:
-        """Return the parameters of a prompt of so many tokens.
+        """Return the sampling parameters of a prompt with `length` tokens.
 
         Raises:
             RequestError: 400, the prompt is empty, or the context has no space for an answer.

@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 LONGEST_S = 0.1
-"""Most seconds that a token of a stream waits for the ones after it, however many streams there are."""
+"""Longest wait of a streamed token for later tokens, in seconds, with any number of streams."""
 
 PIECES_PER_S = 1_000.0
 """Pieces per second that a replica sends of all its streams together, but for `LONGEST_S`.
@@ -14,7 +14,7 @@ write to a socket. So the pieces of many streams have more tokens.
 """
 
 STATS_S = 0.01
-"""Seconds between two messages that hold statistics alone, at least. A longer step has one of its own."""
+"""Seconds between two messages that hold statistics alone, at least. A longer step has its own message."""
 
 
 WHOLE_S = 0.25
@@ -25,12 +25,12 @@ class HeldTokens:
     """A scheduler of vLLM that sends fewer messages to the replica.
 
     vLLM sends a message after each step, with the tokens of all requests, for which the replica wakes. Here
-    the first token of a request goes at once; those behind it are held for `WHOLE_S`, those of a stream for
-    the time between two of its pieces, or until the request ends. A step that tells of no request has no
+    the first token of a request goes at once; later tokens are held for `WHOLE_S`, later tokens of a stream
+    for the time between two of its pieces, or until the request ends. A step that tells of no request has no
     message but for the statistics, which come every `STATS_S`, and at once where nothing runs any more.
 
-    Requests for which `may_be_held` is false are left as they are. So are all of an engine that tells more of
-    each token: vLLM looks for that of the held ones in the last step.
+    Requests for which `may_be_held` is false are left as they are. So are all requests of an engine that
+    reports more about each token: vLLM would look for the reports of held tokens in the last step.
     """
 
     running: list[Any]
@@ -64,7 +64,7 @@ class HeldTokens:
     def make_stats(self, *args: Any, **options: Any) -> Any:
         """Return vLLM's statistics; None: they are not due.
 
-        Their `step_counter`, which vLLM leaves at 0, is the number of steps since the last ones.
+        Their `step_counter`, which vLLM leaves at 0, is the number of steps since the last statistics.
         """
         self._steps += 1
         now = time.monotonic()
@@ -89,7 +89,7 @@ class HeldTokens:
 
 
 class _Held:
-    """Tokens of a request that the replica has not been told, and the time at which it was told others."""
+    """Tokens of a request that were not sent to the replica yet, and the time of the last message."""
 
     __slots__ = ("of_stream", "token_ids", "told_at")
 

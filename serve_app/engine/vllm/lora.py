@@ -75,7 +75,7 @@ TRIAL_TOKENS = 64
 """Tokens of it, at most: the logits of each take memory of the device."""
 
 SHOWN = 5
-"""Most names of tensors in a message."""
+"""Maximum names of tensors in a message."""
 
 NO_FOLDER = "can't be kept: the model has no adapters_folder"
 
@@ -236,7 +236,7 @@ class Adapters:
                 await self.refresh(drop=False)
 
     async def declare(self, adapters: tuple[AdapterSettings, ...] | None) -> None:
-        """Take over the adapters of the `user_config`; None: those of `args` hold.
+        """Take over the adapters of the `user_config`; None: the adapters of `args`.
 
         Raises:
             SettingsError: An adapter doesn't fit; nothing has changed.
@@ -253,7 +253,7 @@ class Adapters:
                 await self._settle(declared, strict=True)
 
     async def refresh(self, *, drop: bool = True) -> None:
-        """Take over what the folder has now. An adapter that can't be loaded is logged.
+        """Take over the adapters that the folder has now. An adapter that can't be loaded is logged.
 
         Args:
             drop: Drop adapters that were prepared and aren't there. Without, they may be on their way.
@@ -304,7 +304,7 @@ class Adapters:
         await asyncio.to_thread(self._files.close)
 
     async def _settle(self, declared: Mapping[str, AdapterSettings], strict: bool = False) -> None:
-        """Load what is wanted and isn't there, then drop what isn't wanted.
+        """Load wanted adapters that are missing, then drop unwanted adapters.
 
         Args:
             declared: Adapters of the config, which go before the folder's.

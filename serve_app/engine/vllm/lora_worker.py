@@ -22,11 +22,11 @@ class LoRAWorker:
     model_runner: Any
 
     def saturate_unused_tensors(self, path: str) -> list[str]:
-        """Return the tensors of an adapter that this worker has no use for.
+        """Return the tensors of an adapter that have no place in this worker.
 
         vLLM compares the last part of a name only. It drops a tensor whose layer doesn't exist, and one of
         two tensors for the same matrix. A worker that holds some layers of the model returns the tensors of
-        the others too.
+        other layers too.
 
         Args:
             path: The directory of the adapter.

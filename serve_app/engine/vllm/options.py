@@ -19,8 +19,8 @@ from serve_app.simulation.options import engine_options
 SCHEDULER = "serve_app.engine.vllm.scheduler.build_scheduler"
 
 WATERMARK = 0.02
-"""Share of the KV cache that stays free when a request begins beside others, for those that run: fewer rows
-are preempted than without, for the same throughput."""
+"""Share of the KV cache that stays free for running requests when another request begins: fewer rows are
+preempted, for the same throughput."""
 
 STEPS_WITHOUT_CACHE = 2
 """Steps of an engine without KV cache whose tokens may be in flight."""
@@ -76,9 +76,9 @@ class BatcherLimits(NamedTuple):
 
     Attributes:
         capacity: Tokens that may be in flight.
-        max_running: Requests that may be in flight; None: no limit beside the others.
+        max_running: Requests that may be in flight; None: no further limit.
         places: Sequences in one step of the engine.
-        tenant_weights: Share of a tenant in relation to the others.
+        tenant_weights: Share of a tenant in relation to other tenants.
         max_queue_size: Requests that may wait.
         background: The priority from which on requests give way in vLLM; None: it runs them as they came.
     """

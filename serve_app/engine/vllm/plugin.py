@@ -1,4 +1,4 @@
-"""The plugin that vLLM loads in each of its processes; it changes those of an Engine replica alone."""
+"""The plugin that vLLM loads in each of its processes; it changes only processes of an Engine replica."""
 
 import os
 

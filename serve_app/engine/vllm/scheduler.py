@@ -29,7 +29,7 @@ LIVE_S = 10.0
 """Seconds for which steps stay bounded after the last live request."""
 
 SPREAD = 1.5
-"""Most prompt tokens of rows in a step, in relation to their mean of late."""
+"""Maximum prompt tokens of rows in a step, in relation to their mean of late."""
 
 LATE_STEPS = 24
 """Steps over which that mean is taken."""
@@ -141,13 +141,13 @@ class LiveFirst:
 
     Requests with a priority above 0 are rows. While live requests are there, each step is prepared:
 
-    - Live requests go first, those that run and those that wait.
+    - Live requests go first, running and waiting.
     - The youngest rows are preempted where a live request needs a place or blocks of the KV cache.
     - Prompts of rows make the step no longer than its bound, which follows from the goals.
     - Rows are left out of the step, with their blocks held, where decodes alone exceed the bound.
     - The step is decided just before the running one ends, so that a request which comes meanwhile is in it.
 
-    vLLM asks for each request how many tokens it takes, and a row gets what the step has room for.
+    vLLM asks for each request how many tokens it takes, and a row gets as many as the step has room for.
 
     Rows alone run as vLLM has it.
 
@@ -211,7 +211,7 @@ class LiveFirst:
         self._figures = dict.fromkeys(("bound_us", "left_out", "displaced", "malformed"), 0)
 
     def add_request(self, request: Any) -> None:
-        """Take in a request, with its goals if it is live."""
+        """Note a request, with its goals if it is live."""
         request.goals_s = _Goals(0.0, 0.0)
         if request.priority <= 0:
             self._first_s, token_s = self._goals(request)
@@ -268,7 +268,7 @@ class LiveFirst:
         return super().get_grammar_bitmask(output, *arguments, **options)  # type: ignore[misc]
 
     def update_from_output(self, output: Any, made: Any, *arguments: Any, **options: Any) -> Any:
-        """Take in the output of a step."""
+        """Note the output of a step."""
         if output.total_num_scheduled_tokens:
             now, step = self.clock(), self._submitted.popleft()
             if self._held and now - self._decided_at < 2 * self._submits_s + SUBMITS_S / 2:
@@ -481,7 +481,7 @@ class LiveFirst:
         return asked.grammar is not None and not isinstance(asked.grammar, Exception)
 
     def _measured(self, request: Any) -> _Waiting:
-        """Return a request that waits, with what it has left."""
+        """Return a waiting request, with the tokens that it has left."""
         computed, hits = request.num_computed_tokens, self.kv_cache_manager.empty_kv_cache_blocks
         if not computed:
             hits, computed, *_ = self.kv_cache_manager.get_computed_blocks(request)
@@ -655,7 +655,7 @@ class LiveFirst:
         )
 
     def _goals(self, request: Any) -> tuple[float, float]:
-        """Return the goals that the engine's client has told, in seconds; zeros for what is no pair."""
+        """Return the goals that the engine's client has told, in seconds; zeros if they are no pair."""
         params = request.sampling_params
         told = (params.extra_args or {}).get(GOALS) if params is not None else None
         match told:

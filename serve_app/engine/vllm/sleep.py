@@ -1,6 +1,6 @@
 """Sleep mode of a vLLM engine: its weights leave the device, and come back.
 
-The imports are those of vLLM 0.32.
+The imports are valid for vLLM 0.32.
 """
 
 import itertools

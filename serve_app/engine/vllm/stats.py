@@ -38,7 +38,7 @@ OWN = RelayRequest("", "", b"", [], b"", Scheduling(tenant=""), source="warm_up"
 """The request of work that no client has asked for."""
 
 slot_usage: ContextVar[Usage | None] = ContextVar("slot_usage", default=None)
-"""The slot in which the requests of a task to vLLM are counted, and those of tasks that it starts."""
+"""The slot that counts a task's requests to vLLM, and the requests of tasks that it starts."""
 
 
 @contextmanager
@@ -60,7 +60,7 @@ def own_work(book: CallBook) -> Iterator[None]:
 
 
 class VLLMSequences:
-    """The sequences of one request of vLLM; their counts are those of vLLM's output processor.
+    """The sequences of one request of vLLM; their counts come from vLLM's output processor.
 
     vLLM adds the tokens of a step to its counters and to the sequence's own statistics in one place. It adds
     a prompt with the first tokens of a sequence, or with the result of a pooling model. A sequence that is

@@ -38,7 +38,7 @@ class VirtualClock:
 
 
 class VirtualEngine:
-    """vLLM's engine core with the service's scheduler; no time passes but that of the simulated device.
+    """vLLM's engine core with the service's scheduler; only the time of the simulated device passes.
 
     Tokens are told at once, not held back.
 

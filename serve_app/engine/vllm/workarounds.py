@@ -16,7 +16,7 @@ from typing import Any
 from serve_app.engine.vllm import seams
 
 SHORT_CHARS = 2_048
-"""Most characters of a text that is tokenized on the event loop: half a millisecond.
+"""Maximum characters of a text that is tokenized on the event loop: half a millisecond.
 
 A thread takes nearly as long to begin, and 5 ms longer where the event loop has the interpreter's lock.
 """
@@ -24,7 +24,7 @@ A thread takes nearly as long to begin, and 5 ms longer where the event loop has
 PIECE_CHARS = 65_536
 """A longer text is counted in pieces of this size first, in a thread of its own.
 
-The tokens of a long text are freed at once, with the interpreter's lock held: those of 4 MiB take a second.
+The tokens of a long text are freed at once, with the interpreter's lock held: 4 MiB of text take a second.
 """
 
 CUT_TOKENS = 16
@@ -69,7 +69,7 @@ def keep_lora_rows_apart() -> None:
 
     vLLM marks their rows with the index -1. Its operations for a CPU look the adapter up with it, which finds
     the last one: the base model would answer with it. Zeros from the first operation of a layer don't help
-    where the second one multiplies them with NaN or infinity.
+        where the second operation multiplies them with NaN or infinity.
     """
     from vllm.platforms import current_platform
 
@@ -110,7 +110,7 @@ def keep_lora_rows_apart() -> None:
 
 
 def bound_tokenizing(renderer: Any, most: int) -> None:
-    """Refuse what is too long to tokenize, without holding the interpreter's lock for seconds.
+    """Refuse a text that is too long to tokenize, without holding the interpreter's lock for seconds.
 
     A text that is too long for `/tokenize`, or has more tokens than the context, is counted in pieces. A
     short text is tokenized on the event loop, a long one in a thread of its own, behind which no other text
@@ -118,7 +118,7 @@ def bound_tokenizing(renderer: Any, most: int) -> None:
 
     Args:
         renderer: vLLM's renderer, of the prompts of all routes.
-        most: Most tokens of a text of `/tokenize`.
+        most: Maximum tokens of a text of `/tokenize`.
     """
     from vllm.exceptions import VLLMValidationError
 
@@ -288,8 +288,8 @@ def _parts(data: Any) -> Iterator[Any]:
 def run_beam_searches(state: Any, run: Callable[..., Any]) -> None:
     """Run the beam searches of vLLM's application through another function.
 
-    vLLM's search asks the engine once for each token of each beam: admission of each would wait for the
-    others.
+    vLLM's search asks the engine once for each token of each beam: the admission of each would wait for the
+    other requests.
 
     Args:
         state: The state of vLLM's application.
