@@ -20,6 +20,7 @@ from serve_app.settings.schema import parse
 from serve_app.settings.user_config import parse_user_config
 from tests import commands, compose, progress
 from tests.commands import CommandError, command
+from tests.index_page import absolute
 from tests.pages import (
     ROOT,
     Block,
@@ -137,6 +138,18 @@ def test_links_lead_to_the_page_that_their_text_names(page: str) -> None:
 def test_a_misnamed_link_is_found() -> None:
     text = "[here](README.md) [configs/README.md](#start) [fine](#start) [LICENSE.md](docs/LICENSE.md)"
     assert misnamed("README.md", text) == ["README.md", "#start"]
+
+
+def test_links_on_the_package_index_lead_to_the_files_of_the_version() -> None:
+    text = read("README.md")
+    made = list(links(absolute(text, "https://host/saturate", "1.2.3")))
+    expected = [
+        target if re.match(r"https?:", target) else f"https://host/saturate/KIND/v1.2.3/{target}"
+        for target in links(text)
+    ]
+    assert [re.sub(r"/(blob|raw)/", "/KIND/", target) for target in made] == expected
+    (picture,) = re.findall(r"!\[[^\]]*\]\((\S+)\)", absolute(text, "https://host/saturate", "1.2.3"))
+    assert picture.startswith("https://host/saturate/raw/")
 
 
 def test_the_plot_of_the_landing_page_has_the_figures_of_the_benchmarks() -> None:
