@@ -111,6 +111,9 @@ class Gpu(Group):
     """The pods with GPUs, a replica each. The config says whether there are any, and their GPUs and cores."""
 
     sharedMemory: Quantity = Field(description="Size of /dev/shm. Ray takes 30 % of the pod's memory there.")
+    env: Labels = Field(
+        description="Further environment variables, such as NCCL's where a replica has several pods."
+    )
 
 
 class Autoscaler(Part):
@@ -393,7 +396,7 @@ def defaults(manifests: Manifests) -> Values:
         head=_pods(cluster["headGroupSpec"]),
         autoscaler=Autoscaler(resources=Resources(**cluster["autoscalerOptions"]["resources"])),
         front=_front(cluster["workerGroupSpecs"][0]),
-        gpu=Gpu(**_group(gpu), sharedMemory=_shared_memory(gpu)),
+        gpu=Gpu(**_group(gpu), sharedMemory=_shared_memory(gpu), env={}),
         cache=Cache(
             perPod=False,
             claim="",
@@ -476,12 +479,13 @@ def _size(claim: Document) -> str:
     return size
 
 
-def of_overlay(documents: list[Document], usual: Values) -> Values:
+def of_overlay(documents: list[Document], usual: Values, manifests: Manifests) -> Values:
     """Return the values with which the chart renders an overlay.
 
     Args:
         documents: The documents of the overlay.
         usual: The values of the chart.
+        manifests: The parts of the chart.
     """
     spec = only(documents, "RayService")["spec"]
     cluster = spec["rayClusterConfig"]
@@ -494,7 +498,10 @@ def of_overlay(documents: list[Document], usual: Values) -> Values:
     values.images.front = container(front)["image"].partition(":")[0]
     values.upgrade.type = spec["upgradeStrategy"]["type"]
     for gpu in others:
-        values.gpu = Gpu(**_group(gpu), sharedMemory=_shared_memory(gpu))
+        # The variables of the component come first.
+        added = container(gpu)["env"][len(container(manifests.parts["gpu"]["group"])["env"]) :]
+        env = {one["name"]: one["value"] for one in added}
+        values.gpu = Gpu(**_group(gpu), sharedMemory=_shared_memory(gpu), env=env)
         values.images.gpu = container(gpu)["image"].partition(":")[0]
         values.huggingFace.required = not _token(gpu)["optional"]
         values.cache.size = _size(only(documents, "PersistentVolumeClaim"))
@@ -545,7 +552,7 @@ def _files(manifests: Manifests) -> dict[str, str]:
     for name, config in configs().items():
         found[f"configs/{name}.yaml"] = config
     for name, documents in manifests.overlays.items():
-        whole = of_overlay(documents, usual).model_dump()
+        whole = of_overlay(documents, usual, manifests).model_dump()
         values = {"config": whole["config"], **difference(whole, usual.model_dump())}
         found[f"overlays/{name}.yaml"] = f"# {MADE} The values of k8s/overlays/{name}.\n{dump(values)}"
     return found

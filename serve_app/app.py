@@ -15,7 +15,7 @@ from serve_app.jobs.deployment import Batches
 from serve_app.quotas.deployment import Quotas
 from serve_app.settings.environment import HARD_STOP
 from serve_app.settings.environment_check import check_environment
-from serve_app.settings.models import FunctionSettings, ModelSettings
+from serve_app.settings.models import FunctionSettings, LLMSettings, ModelSettings
 from serve_app.settings.schema import Settings, parse
 from serve_app.settings.turns import ShareSettings
 from serve_app.system import ray_seams
@@ -149,6 +149,13 @@ def _engine(model: ModelSettings, settings: Settings, quotas: Application | None
     more: dict[str, Any] = {} if quotas is None else {"quotas": quotas}
     if kind is Engine and settings.salts:
         more["salts"] = True
+    if isinstance(model, LLMSettings) and model.bundles:
+        # As few nodes as possible: Ray never splits a bundle. The replica is in the first one.
+        deployment = deployment.options(
+            placement_group_bundles=model.bundles,
+            placement_group_strategy="PACK",
+            ray_actor_options={"num_cpus": model.bundles[0]["CPU"]},
+        )
     if model.share is not None:
         more["share"] = settings.share_groups.get(model.share, ShareSettings())
     return deployment.options(name=engine_name(model.id)).bind(

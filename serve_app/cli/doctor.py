@@ -313,8 +313,9 @@ def _deployment(name: str, given: Mapping[str, object], model: LLMSettings | Non
     if not isinstance(replicas, int):
         replicas = scaling.get("initial_replicas") or scaling.get("min_replicas") or 1
     cores = options.get("num_cpus")
+    gpus = model.processes if model and model.nodes > 1 else options.get("num_gpus") or 0.0
     # Ray Serve reserves a core for a replica by default.
-    return Deployment(name, replicas, 1.0 if cores is None else cores, options.get("num_gpus") or 0.0, model)
+    return Deployment(name, replicas, 1.0 if cores is None else cores, gpus, model)
 
 
 # The checks
@@ -420,6 +421,17 @@ def check_driver(case: Case) -> Iterator[Finding]:
 
 def check_gpus(case: Case) -> Iterator[Finding]:
     """Check the number of GPUs and their free memory, and name the processes that use it."""
+    wide = [one for one in case.models if one.nodes > 1]
+    for model in wide:
+        gpus = model.processes // model.nodes
+        share = f"{model.id}: a replica takes {model.nodes} nodes with {gpus} GPUs each"
+        if case.is_elsewhere:
+            yield _ok(f"{share} of the cluster")
+        else:
+            fix = "start Ray on these machines (`ray start`), and set RAY_ADDRESS to the address of its head"
+            yield _problem(f"{share}, and this machine is one node", fix)
+    if wide:
+        return
     devices = None
     with suppress(DriverError):
         # `check_driver` reports this error.

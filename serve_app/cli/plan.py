@@ -134,7 +134,8 @@ def parse_batch(text: str) -> tuple[TokenLengths, TokenLengths]:
     "--price-per-hour",
     type=Number(0, 1e9),
     metavar="PRICE",
-    help="Price of the GPUs of one replica per hour; adds the cost per hour and per million tokens.",
+    help="Price of the GPUs of one replica per hour, those of all its machines; adds the cost per hour and "
+    "per million tokens.",
 )
 @click.option(
     "--seed",

@@ -1,6 +1,5 @@
 """Read, check and change the Serve config of a service."""
 
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -93,17 +92,21 @@ def _check_gpus(app: ServeApplicationSchema, model: LLMSettings) -> None:
     Raises:
         ValueError: The number of GPUs and the number of processes differ.
     """
-    engine = model.engine
+    engine, gpus = model.engine, model.processes
     sizes = {
         name: size
         for name in ("tensor_parallel_size", "pipeline_parallel_size")
         if (size := getattr(engine, name) or 1) > 1
     }
-    gpus = math.prod(sizes.values())
     for deployment in app.deployments:
         options = deployment.ray_actor_options
         if deployment.name != engine_name(model.id) or not isinstance(options, RayActorOptionsSchema):
             continue
+        if model.nodes > 1 and options.num_gpus:
+            raise ValueError(
+                f"deployments: {deployment.name}: ray_actor_options.num_gpus: {options.num_gpus:g}: must be "
+                f"left out, as the workers take the GPUs of {model.nodes} nodes"
+            )
         # A CPU replica reserves no GPUs, and a simulated device has one process.
         if sizes and model.simulate is None and options.num_gpus and options.num_gpus != gpus:
             stated = " and ".join(f"{name} {size}" for name, size in sizes.items())

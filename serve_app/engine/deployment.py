@@ -106,6 +106,10 @@ class Engine(Replica):
                 os.environ[LOCKED] = str(board.file)
                 self._turns = EngineTurns(settings.id, settings.share, devices, share, board)
                 await self._turns.first()
+            if settings.nodes > 1:
+                from serve_app.engine.vllm.nodes import prepare
+
+                prepare(settings)
             self._engine = VLLMEngine(
                 settings,
                 max_prompts=max_prompts,

@@ -39,6 +39,9 @@ NO_FLOAT16 = {"gemma2", "gemma3", "gemma3_text", "glm4"}
 CPU_SEQUENCES, CPU_STEP_TOKENS = 64, 4096
 """Maximum sequences and tokens in a step on a CPU, as in configs/local.yaml."""
 
+USUAL_GPUS = 8
+"""Maximum GPUs of a usual machine."""
+
 MOST_DEVICES = 64
 """Maximum devices considered for the advice in a refusal."""
 
@@ -61,6 +64,8 @@ class Choice:
         tensor_parallel: GPUs that share the weights of a replica; 1 on the CPU.
         devices: GPUs of a replica; 0: the CPU.
         replicas: Copies of the model.
+        stages: Pipeline stages of a replica, groups of GPUs with a part of the layers each.
+        nodes: Machines of a replica.
         notes: Further notes for the user, each a sentence.
     """
 
@@ -77,6 +82,8 @@ class Choice:
     tensor_parallel: int
     devices: int
     replicas: int
+    stages: int = 1
+    nodes: int = 1
     notes: tuple[str, ...] = ()
 
 
@@ -105,11 +112,11 @@ def choose(
     dtype = given.get("dtype") or _dtype(architecture, machine.gpus)
     runs_in = architecture.dtype if dtype == "auto" else dtype
     wanted = demand(files, architecture, runs_in, given.get("kv_cache_dtype"))
-    stages = given.get("pipeline_parallel_size") or 1
+    stages, nodes = given.get("pipeline_parallel_size") or 1, 1
     if machine.gpus:
         gpu, utilization, more = _common(machine.gpus, given)
         notes += more
-        parallel, sums = _spread(wanted, gpu, utilization, stages, len(machine.gpus), given)
+        nodes, stages, parallel, sums = _place(wanted, gpu, utilization, machine, given)
     else:
         gpu, utilization = None, None
         tokens = given.get("max_num_seqs", CPU_SEQUENCES) * given.get("max_model_len", architecture.context)
@@ -118,13 +125,14 @@ def choose(
             raise _refusal(wanted, sums, given, "the memory of this machine", "")
     context = given.get("max_model_len") or _context(architecture, sums.tokens)
     devices = parallel * stages if gpu else 0
-    most = len(machine.gpus) // devices if devices else 1
+    most = (machine.nodes // nodes if nodes > 1 else len(machine.gpus) // devices) if devices else 1
     if devices and replicas is not None and replicas > most:
+        count = len(machine.gpus) * (machine.nodes if nodes > 1 else 1)
         raise ModelError(
-            f"deployment.num_replicas {replicas}: a replica takes {devices} of {len(machine.gpus)} GPUs, so "
-            f"{most} is the most"
+            f"deployment.num_replicas {replicas}: a replica takes {devices} of {count} GPUs, so {most} is "
+            "the most"
         )
-    if devices and (idle := len(machine.gpus) - devices * (replicas or most)):
+    if devices and nodes == 1 and (idle := len(machine.gpus) - devices * (replicas or most)):
         notes.append(f"{idle} of {len(machine.gpus)} GPUs stay idle: a replica takes {devices}.")
     return Choice(
         files=files,
@@ -140,6 +148,8 @@ def choose(
         tensor_parallel=parallel,
         devices=devices,
         replicas=replicas or most,
+        stages=stages,
+        nodes=nodes,
         notes=tuple(notes),
     )
 
@@ -199,6 +209,28 @@ def _common(gpus: Sequence[UsableGPU], given: Mapping[str, Any]) -> tuple[Usable
     return least, utilization, notes
 
 
+def _place(
+    wanted: MemoryDemand, gpu: UsableGPU, utilization: float, machine: Machine, given: Mapping[str, Any]
+) -> tuple[int, int, int, MemorySums]:
+    """Return the fewest machines that hold the model, the stages, the GPUs of a stage, and the sums of a GPU.
+
+    Each machine has stages of its own: the GPUs of a stage exchange too much for most networks.
+
+    Raises:
+        ModelError: All machines together are too small.
+    """
+    count, refusals = len(machine.gpus), []
+    for nodes in range(1, machine.nodes + 1):
+        stages = given.get("pipeline_parallel_size") or nodes
+        try:
+            parallel, sums = _spread(wanted, gpu, utilization, stages, count * nodes, given)
+        except ModelError as error:
+            refusals.append(error)
+            continue
+        return nodes, stages, parallel, sums
+    raise refusals[-1]
+
+
 def _spread(
     wanted: MemoryDemand,
     gpu: UsableGPU,
@@ -235,6 +267,8 @@ def _spread(
     ]
     place = f"{number * stages} x {gpu.name}" if number * stages > 1 else f"one {gpu.name}"
     more = f"{enough[0]} such GPUs" if enough else ""
+    if enough and enough[0] > USUAL_GPUS:
+        more += ", on machines of one Ray cluster (RAY_ADDRESS)"
     raise _refusal(wanted, sums, given, place, more)
 
 

@@ -1,5 +1,6 @@
 """The devices of this machine: its GPUs, or the CPU if there are none."""
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,11 +35,23 @@ class Machine:
         gpus: The GPUs; empty: the model runs on the CPU.
         cores: Cores of the CPU.
         memory: Available bytes of the host's memory.
+        cluster: Resources of the nodes of the Ray cluster by name, those of this machine first; empty: there
+            is no cluster.
     """
 
     gpus: tuple[UsableGPU, ...]
     cores: int
     memory: int
+    cluster: tuple[Mapping[str, float], ...] = ()
+
+    @property
+    def nodes(self) -> int:
+        """Nodes with the GPUs of this machine: the kind, and at least the number."""
+        own: Mapping[str, float] = self.cluster[0] if self.cluster else {}
+        kinds = {name for name in own if name.startswith("accelerator_type:")}
+        count = own.get("GPU", 0)
+        found = [node for node in self.cluster if node.get("GPU", 0) >= count and kinds <= node.keys()]
+        return len(found) if count else 1
 
 
 def find_machine(environment: Mapping[str, str] | None = None) -> Machine:
@@ -54,8 +67,31 @@ def find_machine(environment: Mapping[str, str] | None = None) -> Machine:
         # `saturate doctor` reports this error.
         devices = None
     gpus = find_gpus(devices.gpus if devices else (), environment.get(VISIBLE))
+    elsewhere = environment.get("RAY_ADDRESS", "local") not in {"", "local"}
+    cluster = _cluster() if gpus and elsewhere else ()
     # The same count as Ray's.
-    return Machine(gpus, max(1, int(available_cores())), available_memory().free)
+    return Machine(gpus, max(1, int(available_cores())), available_memory().free, cluster)
+
+
+def _cluster() -> tuple[Mapping[str, float], ...]:
+    """Return the resources of the nodes of the Ray cluster at `RAY_ADDRESS`, those of this machine first.
+
+    Raises:
+        ModelError: The cluster can't be reached.
+    """
+    # The import takes a second, and most services start a Ray of their own.
+    import ray
+
+    try:
+        ray.init(log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError) as error:
+        raise ModelError(f"RAY_ADDRESS: the Ray cluster can't be reached: {error}") from None
+    try:
+        own = ray.get_runtime_context().get_node_id()
+        alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    finally:
+        ray.shutdown()
+    return tuple(node["Resources"] for node in sorted(alive, key=lambda node: node["NodeID"] != own))
 
 
 def find_gpus(gpus: Sequence[GPU], visible: str | None) -> tuple[UsableGPU, ...]:

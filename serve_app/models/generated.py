@@ -16,7 +16,7 @@ from serve_app.models.engine_check import check_engine
 from serve_app.models.errors import ModelError, OptionError
 from serve_app.models.hub import Hub
 from serve_app.models.memory import gb
-from serve_app.models.model_service import context_reason, model_service, service_id, sums_line
+from serve_app.models.model_service import context_reason, model_service, service_id, spread_reason, sums_line
 from serve_app.models.overrides import Override, check, engine_options, value_at
 from serve_app.models.service import ServeConfig, ServiceParts, serve_config, service_url
 from serve_app.models.source import read_source
@@ -189,6 +189,11 @@ def _summary(choice: Choice) -> tuple[str, ...]:
     copies = f"{choice.replicas} replica{'s' if choice.replicas > 1 else ''}"
     if not choice.devices:
         spread = "one replica"
+    elif choice.nodes > 1:
+        spread = (
+            f"{copies} on {choice.nodes} machines each, tensor_parallel_size {choice.tensor_parallel} and "
+            f"pipeline_parallel_size {choice.stages}. {spread_reason(choice)}"
+        )
     elif choice.tensor_parallel > 1:
         spread = (
             f"{copies}, tensor_parallel_size {choice.tensor_parallel}: fewer GPUs have no room for the "

@@ -46,6 +46,7 @@ def model_service(choice: Choice, id: str, head: str) -> ServiceParts:
         folder=id,
         ingress=_ingress(ingress_cores, int(spare / ingress_cores) if choice.devices else 1),
         deployment=_deployment(choice, engine_cores),
+        nodes=choice.nodes,
     )
 
 
@@ -71,6 +72,15 @@ def context_reason(architecture: Architecture, context: int, tokens: int) -> str
     if context // SEQUENCES * SEQUENCES <= tokens and context < architecture.context:
         return f"{fit}; the model's own limit is {architecture.context:,}"
     return fit
+
+
+def spread_reason(choice: Choice) -> str:
+    """Return why a replica takes several machines, as a sentence."""
+    fewer = len(choice.machine.gpus) * (choice.nodes - 1)
+    return (
+        f"{choice.devices} GPUs of {choice.nodes} machines hold the {gb(choice.files.weight_bytes)} of "
+        f"weights; {fewer} GPUs have no room for them and for requests."
+    )
 
 
 def _engine(choice: Choice) -> Section:
@@ -100,7 +110,13 @@ def _engine(choice: Choice) -> Section:
             f"GPUs that share the weights, {gb(sums.weights)} each. Fewer GPUs have no room for the weights "
             f"and {SEQUENCES} requests of {GOOD_CONTEXT:,} tokens.",
         )
-    if choice.devices > 1:
+    if choice.nodes > 1:
+        engine["pipeline_parallel_size"] = Noted(
+            choice.stages,
+            f"{_about('pipeline_parallel_size')} {spread_reason(choice)} A stage stays within a machine, "
+            "since its GPUs exchange what they have computed in each layer.",
+        )
+    elif choice.devices > 1:
         engine["distributed_executor_backend"] = Noted(
             "mp", "The replica runs a process per GPU, all on its own machine."
         )
@@ -202,6 +218,11 @@ def _ingress(cores: float, most: int) -> Section:
 
 
 def _deployment(choice: Choice, cores: float) -> Section:
+    if choice.nodes > 1:
+        reason = (
+            f"Copies of the model, each with the GPUs of {choice.nodes} of {choice.machine.nodes} machines."
+        )
+        return {"num_replicas": Noted(choice.replicas, f"{reason} `nodes` reserves them.")}
     options: Section = {}
     if choice.devices:
         options["num_gpus"] = Noted(choice.devices, "GPUs per replica.")

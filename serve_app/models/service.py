@@ -42,6 +42,7 @@ class ServiceParts:
         folder: Name of the folder for batches.
         ingress: Options of the Ingress deployment.
         deployment: Options of the Engine deployment.
+        nodes: Machines of a replica.
     """
 
     head: str
@@ -53,6 +54,7 @@ class ServiceParts:
     folder: str
     ingress: Section
     deployment: Section
+    nodes: int = 1
 
 
 @dataclass
@@ -108,6 +110,7 @@ def serve_config(service: ServiceParts, environment: Mapping[str, str] = os.envi
     service = deepcopy(service)
     model: Section = {
         **described(LLMSettings, id=service.id, source=service.source),
+        **(described(LLMSettings, nodes=service.nodes) if service.nodes > 1 else {}),
         "engine": Noted(service.engine, "Options of `vllm serve`, with underscores."),
         "batcher": Noted(described(BatcherSettings, policy=..., max_queue_size=...)),
         "sampling": service.sampling,
@@ -116,7 +119,7 @@ def serve_config(service: ServiceParts, environment: Mapping[str, str] = os.envi
         service.head,
         http={
             "host": Noted(
-                environment.get(HOST_VARIABLE) or HOST,
+                environment.get(HOST_VARIABLE) or (HOST if service.nodes == 1 else "0.0.0.0"),
                 "127.0.0.1: only this machine can connect. A cluster of several machines needs 0.0.0.0.",
             ),
             "port": Noted(PORT),
@@ -128,7 +131,9 @@ def serve_config(service: ServiceParts, environment: Mapping[str, str] = os.envi
             "name": Noted(engine_name(service.id), "The model. The name is `Engine:` and the id from above."),
             **service.deployment,
         },
-        environment=_variables(REPLICAS, DRAINING, *([OFFLINE] if service.offline else [])),
+        environment=_variables(
+            REPLICAS, *([DRAINING] if service.nodes == 1 else []), *([OFFLINE] if service.offline else [])
+        ),
     )
 
 

@@ -398,6 +398,13 @@ class LLMSettings(Strict):
         default=False,
         description="Requests may have images, sound and videos; by default such parts get a 400.",
     )
+    nodes: Positive = Field(
+        default=1,
+        description=(
+            "Nodes of Ray (machines) that a replica takes, each with an equal part of its GPUs. Above 1 Ray "
+            "reserves the GPUs and a core for each, and starts vLLM's workers; `num_gpus` is left out."
+        ),
+    )
     share: Group | None = Field(
         default=None,
         description=(
@@ -442,6 +449,17 @@ class LLMSettings(Strict):
             return (*self.engine.pooling_routes, *TOKENIZING)
         text = (*GENERATION, *SPEECH) if self.engine.runner == "generate" else OPENAI
         return (GENERATE, *text, *TOKENIZING)
+
+    @property
+    def processes(self) -> int:
+        """GPUs of a replica, each with a process of vLLM."""
+        return (self.engine.tensor_parallel_size or 1) * (self.engine.pipeline_parallel_size or 1)
+
+    @property
+    def bundles(self) -> list[dict[str, float]]:
+        """What Ray reserves for a replica on each of several nodes; empty: the replica is on one node."""
+        share = self.processes // self.nodes
+        return [{"CPU": float(share), "GPU": float(share)}] * self.nodes if self.nodes > 1 else []
 
     @property
     def pools(self) -> bool:
@@ -493,6 +511,31 @@ class LLMSettings(Strict):
                 "engine.extra.worker_extension_cls: an engine with adapters has saturate's own, which checks "
                 "them; leave it out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _nodes_have_equal_parts(self) -> "LLMSettings":
+        if self.nodes == 1:
+            return self
+        engine, share = self.engine, self.processes // self.nodes
+        parallel = engine.tensor_parallel_size or 1
+        if self.processes % self.nodes or (share % parallel and parallel % share):
+            raise ValueError(
+                f"nodes: {self.nodes} can't have equal parts of tensor_parallel_size {parallel} with "
+                f"pipeline_parallel_size {engine.pipeline_parallel_size or 1}, each with whole stages"
+            )
+        refused = {
+            "simulate": (self.simulate, "one process simulates all GPUs"),
+            "share": (self.share, "models take turns on the GPUs of one machine"),
+            "adapters": (self.has_adapters, "the files of an adapter are on one machine"),
+            "engine.distributed_executor_backend": (
+                engine.distributed_executor_backend,
+                "Ray starts the workers on several nodes",
+            ),
+        }
+        for name, (value, reason) in refused.items():
+            if value:
+                raise ValueError(f"{name}: must be left out with nodes above 1: {reason}")
         return self
 
     @model_validator(mode="after")

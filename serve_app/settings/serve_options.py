@@ -8,7 +8,11 @@ refused with the name of the setting that replaces it. A test compares these tab
 from collections.abc import Mapping
 
 COPIES = "`deployment.num_replicas` gives the copies of the model (--set deployment.num_replicas=N)"
-ONE_MACHINE = "a replica runs on the GPUs of one machine; `deployment.num_replicas` adds replicas"
+EXPERTS = (
+    f"{COPIES}; with tensor_parallel_size, enable_expert_parallel spreads the experts of a model over the "
+    "GPUs of a copy"
+)
+NODES = "`nodes` of a model in a config gives the machines of a replica, and Ray starts the workers"
 TLS = "the service speaks plain HTTP, on 127.0.0.1 by default; put the certificate on a proxy in front"
 LISTENS = "the service listens on --host and --port (`http_options` of a config)"
 ACCESS_LOG = (
@@ -66,7 +70,7 @@ REFUSED: Mapping[str, str] = {
     "cohere_is_reasoning_model": "the service has no /cohere routes; `/v1/chat/completions` serves the model",
     "enable_flash_late_interaction": "`engine.extra.pooler_config: {enable_flash_late_interaction: false}` "
     "turns it off in the engine",
-    "data_parallel_size": COPIES,
+    "data_parallel_size": EXPERTS,
     "data_parallel_rank": COPIES,
     "data_parallel_start_rank": COPIES,
     "data_parallel_size_local": COPIES,
@@ -81,10 +85,10 @@ REFUSED: Mapping[str, str] = {
     "dp_supervisor_probe_timeout_s": COPIES,
     "dp_supervisor_probe_failure_threshold": COPIES,
     "device_ids": "Ray gives each replica its GPUs; CUDA_VISIBLE_DEVICES hides others from Ray",
-    "nnodes": ONE_MACHINE,
-    "node_rank": ONE_MACHINE,
-    "master_addr": ONE_MACHINE,
-    "master_port": ONE_MACHINE,
+    "nnodes": NODES,
+    "node_rank": NODES,
+    "master_addr": NODES,
+    "master_port": NODES,
 }
 """Refused options, each with the reason or the replacement."""
 

@@ -9,7 +9,10 @@ import yaml
 from ray.serve._private.build_app import build_app
 
 from serve_app.app import INGRESS_RESOURCE, build
+from serve_app.ingress.status import engine_name
 from serve_app.settings.environment import OF_CONTROLLER, OF_REPLICAS, Variable
+from serve_app.settings.models import LLMSettings
+from serve_app.settings.schema import parse
 from tests.k8s.pods import Pod, of_kind, pods
 from tests.k8s.rendering import Document
 
@@ -53,6 +56,12 @@ def _groups(cluster: dict[str, Any], config: dict[str, Any]) -> Iterator[str]:
         deployment["name"]: deployment.get("ray_actor_options", {}) for deployment in app["deployments"]
     }
     options["Ingress"] = options.get("Ingress") or _by_default(cluster)
+    hosts = dict.fromkeys(options, 1)
+    for model in parse({"models": app["args"]["models"]}).models:
+        if isinstance(model, LLMSettings) and model.bundles:
+            # Ray's names are others in bundles.
+            asked = {"num_cpus": model.bundles[0]["CPU"], "num_gpus": int(model.bundles[0]["GPU"])}
+            options[engine_name(model.id)], hosts[engine_name(model.id)] = asked, model.nodes
     on_gpu = {name for name, option in options.items() if option.get("num_gpus")}
     for index, group in enumerate(cluster["workerGroupSpecs"]):
         here, start = f"{path}.workerGroupSpecs[{index}]", group["rayStartParams"]
@@ -67,6 +76,8 @@ def _groups(cluster: dict[str, Any], config: dict[str, Any]) -> Iterator[str]:
                 yield f"{here}.rayStartParams.num-cpus: must be what one replica asks for: {needed}"
             if start.get("num-gpus") != str(max(options[name]["num_gpus"] for name in names)):
                 yield f"{here}.rayStartParams.num-gpus: must be what one replica asks for"
+            if any(group.get("numOfHosts", 1) != hosts[name] for name in names):
+                yield f"{here}.numOfHosts: must be the nodes of a replica"
         else:
             # A pod of this group may hold several replicas.
             low, high = (

@@ -117,6 +117,9 @@ def _environment(container: Container) -> Iterator[str]:
         if not any(f'"{name}"' in text for text in _sources()) and name not in {
             "SATURATE_API_KEY",
             "REDIS_PASSWORD",
+            # Compiled programs: NCCL, and Gloo in torch.
+            "GLOO_SOCKET_IFNAME",
+            "NCCL_SOCKET_IFNAME",
         }:
             yield f"{path}.name: {name} is read by no program"
         if secret := variable.get("valueFrom", {}).get("secretKeyRef"):

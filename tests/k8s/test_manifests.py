@@ -25,6 +25,7 @@ CARRIED = {
     "qwen2.5-7b-l4": "qwen2.5-7b-l4.yaml",
     "llama3-8b-a100": "llama3-8b-a100.yaml",
     "llama3-70b-4xa100": "llama3-70b-4xa100.yaml",
+    "llama3-405b-16xh100": "llama3-405b-16xh100.yaml",
 }
 """The config of each overlay."""
 

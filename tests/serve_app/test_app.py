@@ -100,6 +100,19 @@ def test_models_that_take_turns_have_the_settings_of_their_group() -> None:
     assert deployments["Engine:demo"].init_kwargs == {}
 
 
+def test_a_replica_on_several_nodes_has_a_bundle_on_each() -> None:
+    engine = {"tensor_parallel_size": 8, "pipeline_parallel_size": 2}
+    (deployment,) = [
+        one for one in built(OTHER | {"nodes": 2, "engine": engine}).deployments if one.name != "Ingress"
+    ]
+    config: Any = deployment._replica_config
+    assert config.placement_group_bundles == [{"CPU": 8, "GPU": 8}] * 2
+    assert config.placement_group_strategy == "PACK"
+    # The replica is in the first bundle, and its workers have the GPUs.
+    assert config.ray_actor_options["num_cpus"] == 8
+    assert not config.ray_actor_options.get("num_gpus")
+
+
 def test_a_function_is_a_deployment_of_its_own_class() -> None:
     app = built(DEMO, FUNCTION, ingress={"max_prompts": 7})
     classes = {deployment.name: deployment.func_or_class for deployment in app.deployments}

@@ -56,14 +56,29 @@
 
 {{/*
 What the config's replicas need, as YAML: `low` and `high`, the cores of the replicas without a GPU; `gpuLow` and
-`gpuHigh`, the replicas with GPUs; `gpus` and `gpuCores` of one of these; `engines`, the engines without a GPU.
+`gpuHigh`, the replicas with GPUs; `hosts`, the pods of one of these; `gpus` and `gpuCores` of a pod; `engines`, the
+engines without a GPU.
 */}}
 {{- define "saturate.needs" -}}
 {{- $source := include "saturate.configSource" . -}}
 {{- $app := first (include "saturate.configText" . | fromYaml).applications -}}
-{{- $found := dict "low" 0.0 "high" 0.0 "gpuLow" 0 "gpuHigh" 0 "gpus" 0 "gpuCores" 0.0 "engines" list -}}
+{{- $found := dict "low" 0.0 "high" 0.0 "gpuLow" 0 "gpuHigh" 0 "gpus" 0 "gpuCores" 0.0 "hosts" 1 "engines" list -}}
+{{- $wide := dict -}}
+{{- range $app.args.models -}}
+{{- $nodes := .nodes | default 1 | int -}}
+{{- if gt $nodes 1 -}}
+{{- $sizes := .engine | default dict -}}
+{{- $gpus := mul ($sizes.tensor_parallel_size | default 1) ($sizes.pipeline_parallel_size | default 1) -}}
+{{- $_ := set $wide (printf "Engine:%s" .id) (dict "hosts" $nodes "gpus" (div $gpus $nodes)) -}}
+{{- end -}}
+{{- end -}}
 {{- range $app.deployments -}}
+{{- $hosts := 1 -}}
 {{- $options := .ray_actor_options | default dict -}}
+{{- with index $wide .name -}}
+{{- $hosts = .hosts -}}
+{{- $options = dict "num_gpus" .gpus "num_cpus" .gpus -}}
+{{- end -}}
 {{- $count := .num_replicas | default 1 -}}
 {{- if not (or (kindIs "float64" $count) (kindIs "int" $count)) -}}
 {{- fail (printf "%s: %s: num_replicas: must be a number, not %v; name the numbers in autoscaling_config" $source .name $count) -}}
@@ -73,11 +88,12 @@ What the config's replicas need, as YAML: `low` and `high`, the cores of the rep
 {{- $high := dig "max_replicas" (ternary 1 $count (hasKey . "autoscaling_config")) $scaling | int -}}
 {{- $cores := dig "num_cpus" 1 $options | float64 -}}
 {{- if dig "num_gpus" 0 $options -}}
-{{- if and $found.gpus (or (ne $cores $found.gpuCores) (ne (int $options.num_gpus) (int $found.gpus))) -}}
-{{- fail (printf "%s: %s: all deployments with GPUs must reserve the same num_gpus and num_cpus, since a pod has the GPUs of one replica" $source .name) -}}
+{{- if and $found.gpus (or (ne $cores $found.gpuCores) (ne (int $options.num_gpus) (int $found.gpus)) (ne $hosts (int $found.hosts))) -}}
+{{- fail (printf "%s: %s: all deployments with GPUs must reserve the same num_gpus, num_cpus and nodes, since a pod has the GPUs of one replica" $source .name) -}}
 {{- end -}}
 {{- $_ := set $found "gpus" (int $options.num_gpus) -}}
 {{- $_ := set $found "gpuCores" $cores -}}
+{{- $_ := set $found "hosts" $hosts -}}
 {{- $_ := set $found "gpuLow" (add $found.gpuLow $low) -}}
 {{- $_ := set $found "gpuHigh" (add $found.gpuHigh $high) -}}
 {{- else -}}

@@ -49,6 +49,10 @@ def vllm_args(settings: LLMSettings, defaults: Mapping[str, Any] | None = None) 
     if not settings.multimodal:
         # vLLM keeps no memory for encoders of images and sound then.
         options = {"language_model_only": True} | options
+    if settings.nodes > 1:
+        from serve_app.engine.vllm.nodes import NodesExecutor
+
+        options = options | {"distributed_executor_backend": NodesExecutor}
     for name, value in options.items():
         if not hasattr(args, name):
             where = "engine" if name in EngineSettings.model_fields else "engine.extra"

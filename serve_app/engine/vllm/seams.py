@@ -60,6 +60,7 @@ GRAMMARS = "grammars are compiled in a process of their own, by vLLM's compiler"
 RESUMED = "a stream goes on in another engine with the text of all its tokens"
 UNUSED = "the tensors of an adapter that no layer uses are named"
 VIRTUAL = "`saturate plan` runs vLLM's engine core on a virtual clock"
+NODES = "a model runs on several nodes, with the GPUs of a node in one bundle"
 LONG = "texts are counted and tokenized without holding the event loop"
 
 SEAMS: dict[str, Seam] = {
@@ -249,6 +250,16 @@ SEAMS: dict[str, Seam] = {
     "KVCacheBlocks": Seam("vllm.v1.core.kv_cache_manager", FIRST, "blocks"),
     "KVCacheCoordinator": Seam("vllm.v1.core.kv_cache_coordinator", FIRST, "get_num_blocks_to_allocate"),
     "BlockPool": Seam("vllm.v1.core.block_pool", FIRST, "get_num_free_blocks"),
+    # Several nodes.
+    "ray_executor_v2": Seam(
+        "vllm.v1.executor",
+        NODES,
+        "RayExecutorV2 RayWorkerProc initialize_ray_cluster get_bundles_sorted_by_node",
+    ),
+    "RayExecutorV2": Seam(
+        "vllm.v1.executor.ray_executor_v2", NODES, "_init_executor _get_actor_resource_kwargs world_size"
+    ),
+    "RayWorkerProc": Seam("vllm.v1.executor.ray_executor_v2", NODES, "get_node_and_physical_gpu_ids"),
     # The virtual engine.
     "EngineCore": Seam(
         "vllm.v1.engine.core",

@@ -136,10 +136,11 @@ def service(
     variables: Mapping[str, str] | None = None,
     source: str = "saturate://demo",
     args: Mapping[str, Any] | None = None,
+    nodes: int = 1,
     **options: float,
 ) -> object:
     """Return a config with one model; options: of the Ray actors of its replicas."""
-    model = {"id": "m", "source": source, "engine": {**(engine or {})}}
+    model = {"id": "m", "source": source, "engine": {**(engine or {})}, "nodes": nodes}
     made = config(port, models=[model], **(args or {}))
     made["applications"][0]["deployments"] = [
         {"name": "Ingress", "ray_actor_options": {"num_cpus": 0.5}},
@@ -228,6 +229,11 @@ def gpus() -> Iterator[Row]:
     yield row("gpus", "ok", content=one, devices=driver(gpu(0, "A", 20000, 10), gpu(1, "B", 20000, 19900)))
     used = driver(holders=[GPUProcess(77, "python", None)])
     yield row("gpus", "warning", "python (pid 77, ?)", devices=used)
+    wide = service({"tensor_parallel_size": 4}, nodes=2)
+    text = "m: a replica takes 2 nodes with 2 GPUs each"
+    yield row("gpus", "problem", f"{text}, and this machine is one node", "RAY_ADDRESS", content=wide)
+    cluster = {"RAY_ADDRESS": "head:6379"}
+    yield row("gpus", "ok", f"{text} of the cluster", content=wide, environment=cluster)
     silent = driver(gpu(0, "NVIDIA GB10", None, None))
     yield row("gpus", "ok", "0 NVIDIA GB10 (? of ? free)", content=one, devices=silent)
 

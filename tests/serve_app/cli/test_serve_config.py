@@ -189,6 +189,18 @@ def test_a_model_on_several_gpus_reserves_as_many(tmp_path: Path) -> None:
     read_config(write(tmp_path, content))
 
 
+def test_a_model_on_several_nodes_leaves_its_gpus_to_its_workers(tmp_path: Path) -> None:
+    content = yaml.safe_load((ROOT / "configs/llama3-70b-4xa100.yaml").read_text())
+    (app,) = content["applications"]
+    (model,) = app["args"]["models"]
+    del model["engine"]["distributed_executor_backend"]
+    model["nodes"] = 2
+    text = "deployments: Engine:llama3-70b: ray_actor_options.num_gpus: 4: must be left out, as the workers"
+    assert text in problem(write(tmp_path, content))
+    del app["deployments"][1]["ray_actor_options"]["num_gpus"]
+    read_config(write(tmp_path, content))
+
+
 def test_another_application_s_args_are_not_ours_to_check(tmp_path: Path) -> None:
     content = config()
     other = {"name": "o", "route_prefix": "/o", "import_path": "o:build", "args": {"x": 1}}

@@ -19,9 +19,9 @@ T4 = UsableGPU("Tesla T4", 14_923 * MIB, 1 * MIB, 7.5)
 GB = 10**9
 
 
-def machine(*gpus: UsableGPU, cores: int = 16, memory: int = 64 * GB) -> Machine:
-    """Return a machine with some GPUs."""
-    return Machine(gpus, cores, memory)
+def machine(*gpus: UsableGPU, cores: int = 16, memory: int = 64 * GB, nodes: int = 1) -> Machine:
+    """Return a machine with some GPUs, in a cluster of such machines."""
+    return Machine(gpus, cores, memory, ({"GPU": float(len(gpus))},) * nodes)
 
 
 QWEN_7B: dict[str, Any] = {
@@ -53,9 +53,13 @@ LLAMA_8B_BYTES = 16_060_556_376
 LLAMA_70B = LLAMA_8B | {"hidden_size": 8192, "num_attention_heads": 64, "num_hidden_layers": 80}
 LLAMA_70B_BYTES = 141_107_497_872
 
+LLAMA_405B = LLAMA_8B | {"hidden_size": 16_384, "num_attention_heads": 128, "num_hidden_layers": 126}
+LLAMA_405B_BYTES = 811_706_777_600
+
 QWEN = ModelFiles("Qwen/Qwen2.5-7B-Instruct", QWEN_7B, QWEN_7B_BYTES)
 LLAMA = ModelFiles("meta-llama/Llama-3.1-8B-Instruct", LLAMA_8B, LLAMA_8B_BYTES)
 BIG_LLAMA = ModelFiles("meta-llama/Llama-3.3-70B-Instruct", LLAMA_70B, LLAMA_70B_BYTES)
+HUGE_LLAMA = ModelFiles("meta-llama/Llama-3.1-405B-Instruct", LLAMA_405B, LLAMA_405B_BYTES)
 
 
 def write_model(folder: Path, config: Mapping[str, Any], size: int, files: int = 1) -> Path:

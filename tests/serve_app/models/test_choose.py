@@ -1,9 +1,11 @@
 """The settings that are chosen for a model and a machine."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,10 +14,13 @@ from serve_app.models.devices import Machine, UsableGPU
 from serve_app.models.errors import ModelError
 from serve_app.models.memory import CPU_KV_MOST
 from serve_app.models.model_files import ModelFiles
+from serve_app.settings.models import LLMSettings
+from serve_app.settings.schema import parse
 from tests.serve_app.models.doubles import (
     BIG_LLAMA,
     GB,
     H100,
+    HUGE_LLAMA,
     L4,
     LLAMA,
     LLAMA_8B,
@@ -28,6 +33,7 @@ from tests.serve_app.models.doubles import (
     machine,
 )
 
+CONFIGS = Path(__file__).parents[3] / "configs"
 SMALL = ModelFiles("Qwen/Qwen2.5-0.5B-Instruct", QWEN_7B | {"num_hidden_layers": 4}, GB)
 
 
@@ -57,6 +63,47 @@ def test_gpus_that_are_left_over_are_told() -> None:
     choice = choose(BIG_LLAMA, machine(*[H100] * 7), {})
     assert spread(choice) == (4, 1)
     assert "3 of 7 GPUs stay idle: a replica takes 4." in choice.notes
+
+
+@pytest.mark.parametrize(
+    ("files", "nodes", "given", "expected"),
+    [
+        # Nodes, stages, GPUs of a stage, replicas.
+        (BIG_LLAMA, 4, {}, (1, 1, 4, 2)),
+        (HUGE_LLAMA, 2, {}, (2, 2, 8, 1)),
+        (HUGE_LLAMA, 5, {}, (2, 2, 8, 2)),
+        (HUGE_LLAMA, 5, {"pipeline_parallel_size": 4}, (2, 4, 4, 2)),
+        (BIG_LLAMA, 2, {"tensor_parallel_size": 8, "pipeline_parallel_size": 2}, (2, 2, 8, 1)),
+    ],
+)
+def test_machines_share_a_model_only_if_one_is_too_small(
+    files: ModelFiles, nodes: int, given: dict[str, Any], expected: tuple[int, ...]
+) -> None:
+    choice = choose(files, machine(*[H100] * 8, nodes=nodes), given)
+    assert (choice.nodes, choice.stages, choice.tensor_parallel, choice.replicas) == expected
+    assert choice.devices == choice.stages * choice.tensor_parallel
+
+
+def test_a_model_for_several_machines_is_refused_on_one() -> None:
+    with pytest.raises(ModelError, match=r"16 such GPUs, on machines of one Ray cluster \(RAY_ADDRESS\)"):
+        choose(HUGE_LLAMA, machine(*[H100] * 8), {})
+    with pytest.raises(ModelError, match="num_replicas 2: a replica takes 16 of 24 GPUs, so 1 is the most"):
+        choose(HUGE_LLAMA, machine(*[H100] * 8, nodes=3), {}, replicas=2)
+
+
+def test_the_config_for_two_machines_agrees_with_the_sums() -> None:
+    text = (CONFIGS / "llama3-405b-16xh100.yaml").read_text()
+    (model,) = parse(yaml.safe_load(text)["applications"][0]["args"]).models
+    assert isinstance(model, LLMSettings)
+    choice = choose(HUGE_LLAMA, machine(*[H100] * 8, nodes=2), model.engine.options())
+    assert (choice.nodes, choice.devices) == (model.nodes, model.processes)
+    assert choice.notes == ()
+    sums = choice.sums
+    assert f"are {sums.weights / GB:.0f} GB on each" in text
+    assert f"{sums.kv_cache / GB:.0f} GB of a GPU, {16 * sums.kv_cache / GB:.0f} GB in all" in text
+    assert f"{sums.tokens // 10_000 * 10_000:,} tokens at {16 * sums.per_token / 1e6:.2f} MB" in text
+    # Five requests of the model's own context.
+    assert sums.tokens // choice.architecture.context == 5
 
 
 def test_the_context_is_the_models_own_if_several_fit() -> None:

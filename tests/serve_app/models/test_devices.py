@@ -51,3 +51,11 @@ def test_this_machine_has_cores_and_memory() -> None:
     assert found.gpus == ()
     assert 1 <= found.cores <= (os.cpu_count() or 1)
     assert found.memory > 1 << 20
+
+
+def test_nodes_count_that_have_the_gpus_of_this_machine() -> None:
+    own = {"CPU": 64.0, "GPU": 8.0, "accelerator_type:H100": 1.0}
+    others = [own, own | {"GPU": 4.0}, {"CPU": 8.0}, {"GPU": 8.0, "accelerator_type:A100": 1.0}]
+    assert Machine((), 64, 1 << 40, (own, *others)).nodes == 2
+    # A head without GPUs says nothing about the others.
+    assert Machine((), 8, 1 << 40, ({"CPU": 8.0}, own)).nodes == Machine((), 8, 1 << 40).nodes == 1

@@ -27,6 +27,8 @@ from tests.serve_app.models.doubles import (
     LLAMA_8B_BYTES,
     LLAMA_70B,
     LLAMA_70B_BYTES,
+    LLAMA_405B,
+    LLAMA_405B_BYTES,
     QWEN_7B,
     QWEN_7B_BYTES,
     FakeHub,
@@ -38,10 +40,11 @@ from tests.serve_app.test_configs import unexplained
 ROOT = Path(__file__).parents[3]
 GOLDEN = Path(__file__).parent / "configs"
 
-QWEN, LLAMA, BIG = (
+QWEN, LLAMA, BIG, HUGE = (
     "Qwen/Qwen2.5-7B-Instruct",
     "meta-llama/Llama-3.1-8B-Instruct",
     "meta-llama/Llama-3.3-70B-Instruct",
+    "meta-llama/Llama-3.1-405B-Instruct",
 )
 
 CASES: dict[str, tuple[str, Machine]] = {
@@ -49,17 +52,19 @@ CASES: dict[str, tuple[str, Machine]] = {
     "qwen2.5-7b-one-l4": (QWEN, machine(L4, cores=8)),
     "llama-8b-two-h100": (LLAMA, machine(H100, H100, cores=32)),
     "llama-70b-four-h100": (BIG, machine(H100, H100, H100, H100, cores=64)),
+    "llama-405b-two-machines": (HUGE, machine(*[H100] * 8, cores=128, nodes=2)),
 }
 """Arguments and machines, by the names of the files."""
 
 
 def hub(folder: Path) -> FakeHub:
-    """Return a hub with three models."""
+    """Return a hub with four models."""
     return FakeHub(
         {
             QWEN: write_model(folder / "qwen", QWEN_7B, QWEN_7B_BYTES, files=4),
             LLAMA: write_model(folder / "llama", LLAMA_8B, LLAMA_8B_BYTES, files=4),
             BIG: write_model(folder / "big", LLAMA_70B, LLAMA_70B_BYTES, files=30),
+            HUGE: write_model(folder / "huge", LLAMA_405B, LLAMA_405B_BYTES, files=191),
         }
     )
 
@@ -131,6 +136,17 @@ def test_the_summary_says_what_was_chosen_and_why(models: FakeHub) -> None:
     assert "weights 35.3 GB - reserve 2.5 GB leave" in said
     assert "tensor_parallel_size 4: fewer GPUs have no room" in said
     assert "tools: llama3_json, reasoning: none" in said
+
+
+def test_the_summary_says_why_a_model_takes_several_machines(models: FakeHub) -> None:
+    found = generated(*CASES["llama-405b-two-machines"], models)
+    assert (
+        "spread     1 replica on 2 machines each, tensor_parallel_size 8 and pipeline_parallel_size 2. "
+        "16 GPUs of 2 machines hold the 811.7 GB of weights; 8 GPUs have no room for them and for requests."
+    ) in found.summary
+    assert model(found.text).bundles == [{"CPU": 8, "GPU": 8}] * 2
+    # HAProxy on one machine connects to an Ingress on the other.
+    assert content(found.text)["http_options"]["host"] == "0.0.0.0"
 
 
 def test_a_cpu_has_the_settings_of_the_local_config(models: FakeHub) -> None:

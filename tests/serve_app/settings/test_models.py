@@ -11,7 +11,7 @@ from serve_app.api.protocol import JSON
 from serve_app.api.routes import POOLING, SCORE
 from serve_app.settings.adapters import adapters_by_id
 from serve_app.settings.models import FunctionBatcherSettings, LLMSettings
-from serve_app.settings.schema import parse
+from serve_app.settings.schema import SettingsError, parse
 
 
 def model(**fields: Any) -> LLMSettings:
@@ -45,6 +45,44 @@ def test_the_longest_context_that_fits_is_known_after_the_start() -> None:
         None,
         5,
     )
+
+
+@pytest.mark.parametrize(
+    ("nodes", "parallel", "stages", "share"),
+    [(2, 8, 2, 8), (2, 4, 4, 8), (4, 8, 4, 8), (2, 16, 1, 8), (2, 1, 2, 1)],
+)
+def test_each_node_has_whole_stages_or_a_part_of_one(
+    nodes: int, parallel: int, stages: int, share: int
+) -> None:
+    engine = {"tensor_parallel_size": parallel, "pipeline_parallel_size": stages}
+    assert model(nodes=nodes, engine=engine).bundles == [{"CPU": share, "GPU": share}] * nodes
+
+
+@pytest.mark.parametrize(("nodes", "parallel", "stages"), [(2, 1, 1), (2, 1, 3), (2, 4, 3), (3, 8, 2)])
+def test_nodes_that_would_part_a_stage_unevenly_are_refused(nodes: int, parallel: int, stages: int) -> None:
+    engine = {"tensor_parallel_size": parallel, "pipeline_parallel_size": stages}
+    with pytest.raises(SettingsError, match=r"nodes: \d can't have equal parts of tensor_parallel_size"):
+        model(nodes=nodes, engine=engine)
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"simulate": "h100-7b"}, "simulate"),
+        ({"share": "gpu"}, "share"),
+        ({"adapters": [{"source": "a/b"}]}, "adapters"),
+        ({"adapters_folder": "/adapters"}, "adapters"),
+        ({"engine": {"distributed_executor_backend": "mp"}}, "engine.distributed_executor_backend"),
+    ],
+)
+def test_what_needs_one_machine_is_refused_on_several_nodes(fields: JSON, name: str) -> None:
+    engine = {"tensor_parallel_size": 2} | fields.get("engine", {})
+    with pytest.raises(SettingsError, match=f"{name}: must be left out with nodes above 1"):
+        model(**fields | {"nodes": 2, "engine": engine})
+
+
+def test_a_replica_on_one_node_has_no_bundles() -> None:
+    assert model(engine={"tensor_parallel_size": 8}).bundles == []
 
 
 @pytest.mark.parametrize("name", [None, *PROFILES])

@@ -48,6 +48,14 @@ def test_an_option_that_vllm_has_not_is_refused_with_its_path() -> None:
         vllm_args(settings(engine={"extra": {"nope": 1}}))
 
 
+def test_workers_on_several_nodes_are_actors_of_ray() -> None:
+    args = vllm_args(settings(nodes=2, engine={"pipeline_parallel_size": 2}))
+    executor = args.distributed_executor_backend
+    assert executor.uses_ray
+    assert executor.supports_pp
+    assert executor.supports_async_scheduling()
+
+
 def test_a_parser_of_tool_calls_comes_from_a_file(tmp_path: Path) -> None:
     plugin = tmp_path / "mine.py"
     plugin.write_text(
