@@ -25,9 +25,8 @@ class RequestQueue(Generic[EntryT]):
     """A bounded queue that is fair between tenants and knows tiers, deadlines and cancellation.
 
     The README has its rules: "Order", and "When the queue is full" for the part of its bounds that a tenant
-        may fill.
-    An entry that finds no space may wait for it *outside*: in the same order as all others, but it doesn't
-    count against the bounds. An entry with a need that was refused is passed by until `reopen`.
+    may fill. An entry that finds no space may wait for it *outside*: in the same order as all others, but it
+    doesn't count against the bounds. An entry with a need that was refused is passed by until `reopen`.
 
     Each operation takes amortised O(log n) of the tenants and deadlines that wait, but for `peek`, `clear`
     and iteration, and looks at each tier in which records wait.

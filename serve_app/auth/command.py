@@ -101,9 +101,8 @@ def new(
     nowhere.
 
     A name that the file has already gets a second secret: both are valid, and share quota and use. Give the
-        same options as for the first secret, except --expires. Once its clients use the new secret, delete
-        the older
-    entry.
+    same options as for the first secret, except --expires. Once its clients use the new secret, delete the
+    older entry.
 
     \b
     Examples:

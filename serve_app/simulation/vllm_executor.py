@@ -78,8 +78,7 @@ class SimulatedExecutor(Executor):  # type: ignore[misc]
     """An executor whose steps take the time of a profile and no CPU.
 
     Answers consist of letters: each token is a function of the tokens before it. They don't end by
-        themselves, but
-    at `max_tokens`, a stop string, the end of a grammar, or the end of the context.
+    themselves, but at `max_tokens`, a stop string, the end of a grammar, or the end of the context.
 
     vLLM's `additional_config` has the profile under "simulate": its name, its path or its fields.
 

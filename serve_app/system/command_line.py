@@ -23,14 +23,26 @@ class WrongInput(click.ClickException):
     exit_code = USAGE
 
 
+HUGE = 1e6
+"""A bound from here on, or of its inverse, keeps sums finite, and no help shows it."""
+
+
 class Number(click.FloatRange):
     """A finite number within a range."""
 
     name = "number"
 
+    def _describe_range(self) -> str:
+        if self.max is None or self.max < HUGE:
+            return super()._describe_range()
+        return "x>0" if self.min and self.min <= 1 / HUGE else f"x>={self.min}"
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Return an option's value as a number."""
-        number = float(super().convert(value, param, ctx))
+        number = click.FLOAT.convert(value, param, ctx)
+        if self.max is not None and HUGE <= self.max < number < math.inf:
+            self.fail(f"{value!r} is more than {self.max:,.0f}.", param, ctx)
+        number = float(super().convert(number, param, ctx))
         if not math.isfinite(number):
             self.fail(f"{value!r} is no number in the range {self._describe_range()}.", param, ctx)
         return number

@@ -370,8 +370,7 @@ class GatedLLM(CountedLLM):
             await super().notify_kv_transfer_request_rejected(request_id, kv_transfer_params, **options)
 
     def _count(self, job: Job, prompt: Any, params: SamplingParams) -> None:
-        """Count the values of the answer to a prompt, and bound the length of an answer without a stated
-        length.
+        """Count the values of the answer to a prompt; bound the length of an answer that states none.
 
         Raises:
             VLLMValidationError: 400, all prompts of the job have too much together.

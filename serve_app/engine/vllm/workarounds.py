@@ -69,7 +69,7 @@ def keep_lora_rows_apart() -> None:
 
     vLLM marks their rows with the index -1. Its operations for a CPU look the adapter up with it, which finds
     the last one: the base model would answer with it. Zeros from the first operation of a layer don't help
-        where the second operation multiplies them with NaN or infinity.
+    where the second operation multiplies them with NaN or infinity.
     """
     from vllm.platforms import current_platform
 
