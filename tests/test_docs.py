@@ -222,7 +222,7 @@ def test_commands_in_the_prose_exist(page: str) -> None:
         "kubectl apply -k k8s/overlays",
         "pip install -e '.[nothing]'",
         "docker build -f k8s/Dockerfile --target cpu -t saturate-cpu:0.0.1 .",
-        "docker run --rm saturate-cpu:0.1.0 serve --nothing",
+        "docker run --rm saturate-cpu:0.1.0 nothing",
         "A=1 nothing | true",
         "serve run configs/nothing.yaml",
         "saturate keys new --nothing 1",

@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 import click
 import psutil
 
+from serve_app.api.protocol import JSON
 from serve_app.cli.errors import ConfigError, LaunchError
 from serve_app.cli.runs import MARK, RunningService, find_runs
 from serve_app.ingress.haproxy import (
@@ -29,9 +30,10 @@ from serve_app.ingress.haproxy import (
     connections,
     open_files,
 )
-from serve_app.models.errors import ModelError
+from serve_app.models.errors import ModelError, OptionError
 from serve_app.models.hub import Hub, HubAwayError, HuggingFaceHub
 from serve_app.models.model_files import weights_of
+from serve_app.models.overrides import ask_vllm
 from serve_app.settings.addresses import is_loopback
 from serve_app.settings.config_file import environment_of, mapping, own_applications
 from serve_app.settings.environment import CONNECTIONS, HAPROXY
@@ -189,6 +191,7 @@ class Machine:
         mark: Returns the mark of the service that started a process; empty: none.
         port_refusal: Returns why a port of an address can't be used; empty: it can.
         listeners: Returns the processes that listen on a port.
+        ask_vllm: Asks vLLM's parser.
         hub: Returns the Hugging Face hub.
     """
 
@@ -207,6 +210,7 @@ class Machine:
     mark: Callable[[int], str] = _mark
     port_refusal: Callable[[str, int], str] = _port_refusal
     listeners: Callable[[int], list[Listener]] = listeners
+    ask_vllm: Callable[[JSON], JSON] = ask_vllm
     hub: Callable[[Mapping[str, str]], Hub] = _hub
 
 
@@ -644,6 +648,22 @@ def check_private_files(case: Case) -> Iterator[Finding]:
     yield _ok("sockets, token and keys are closed to others")
 
 
+def check_options(case: Case) -> Iterator[Finding]:
+    """Check the options of vLLM with vLLM's own parser, as the Engines do before they load a model."""
+    for model in case.models:
+        if not (free := model.engine.free):
+            continue
+        try:
+            answer = case.machine.ask_vllm({"options": free})
+        except OptionError as error:
+            yield _warning(f"{model.id}: vLLM's options aren't checked: {error}", "install this package anew")
+            continue
+        if "error" in answer:
+            text = f"models[{model.id}].engine.{answer['error']}"
+            yield _problem(text, "correct the option; `vllm serve --help=all` has them all")
+        yield _ok(f"vLLM has the options of {model.id}")
+
+
 def check_sources(case: Case) -> Iterator[Finding]:
     """Check that the language models exist, and that the disk has space for their weights."""
     for model in case.models:
@@ -706,6 +726,7 @@ CHECKS: Mapping[str, Callable[[Case], Iterator[Finding]]] = {
     "ports": check_ports,
     "leftovers": check_leftovers,
     "private files": check_private_files,
+    "options": check_options,
     "sources": check_sources,
 }
 """The checks, in display order. A check yields its warnings and problems, or else "ok"."""

@@ -3,9 +3,9 @@
 import shlex
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import click
 
@@ -16,78 +16,25 @@ if TYPE_CHECKING:
     from serve_app.models.overrides import Override
 
 
-class Target(NamedTuple):
-    """The model or config to serve, with options of `vllm serve`.
-
-    Attributes:
-        name: The argument: a config, a directory, a Hugging Face id or "demo"; None: no argument.
-        overrides: The given options of `vllm serve`.
-        words: The words from which name and overrides were parsed.
-    """
-
-    name: str | None
-    overrides: "tuple[Override, ...]" = ()
-    words: tuple[str, ...] = ()
-
-
-def read_target(context: click.Context, parameter: click.Parameter, words: Sequence[str]) -> Target:
-    """Parse all words that are not options of this command."""
-    if context.resilient_parsing:
-        return Target(None)
-    if not any(word.startswith("-") for word in words):
-        names: Sequence[str] = words
-        overrides: list[Override] = []
-    else:
-        # Reading the names of vLLM's options from its source takes a moment.
-        from serve_app.models.errors import OptionError
-        from serve_app.models.overrides import read_options
-
-        own = [option for own in context.command.params for option in own.opts if option.startswith("--")]
-        try:
-            names, overrides = read_options(words, own)
-        except OptionError as error:
-            raise click.UsageError(str(error), context) from None
-    if len(names) > 1:
-        raise click.UsageError(
-            f"one model or config, not {len(names)}: {', '.join(names)}; a config can have several models",
-            context,
-        )
-    return Target(names[0] if names else None, tuple(overrides), tuple(words))
-
-
-def read_settings(
-    context: click.Context, parameter: click.Parameter, settings: Sequence[str]
-) -> "tuple[tuple[str, Override], ...]":
-    """Return the texts and values of `--set`."""
-    if not settings or context.resilient_parsing:
-        return ()
-    from serve_app.models.errors import OptionError
-    from serve_app.models.overrides import read_setting
-
-    try:
-        return tuple((setting, read_setting(setting)) for setting in settings)
-    except OptionError as error:
-        raise click.UsageError(str(error), context) from None
-
-
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument(
     "target",
     metavar="[MODEL | CONFIG] [OPTIONS OF vllm serve]",
     nargs=-1,
     type=click.UNPROCESSED,
-    callback=read_target,
 )
 @click.option(
     "--set",
     "settings",
     metavar="PATH=VALUE",
     multiple=True,
-    callback=read_settings,
     help="Change a value of MODEL's config; may be repeated. PATH begins with engine., batcher., sampling. "
     "or another setting of the model; with ingress., batches., access., telemetry. or usage.; with http. "
     "(host, port); or with deployment. (num_replicas, ray_actor_options.num_cpus). VALUE is YAML.",
 )
+@click.option("--host", metavar="ADDRESS", help="Address to listen on (http.host).")
+@click.option("--port", metavar="PORT", help="Port to listen on (http.port).")
+@click.option("--served-model-name", metavar="NAME", help="The name that clients put in `model` (id).")
 @click.option(
     "--print-config",
     is_flag=True,
@@ -103,11 +50,12 @@ def read_settings(
     "the config.",
 )
 def serve(
-    target: Target,
-    settings: "tuple[tuple[str, Override], ...]",
+    target: Sequence[str],
+    settings: Sequence[str],
     print_config: bool,
     verbose: bool,
     log_format: str | None,
+    **moved: str | None,
 ) -> int:
     """Serve a model, or the models of a config, until Ctrl-C, SIGTERM or `saturate stop`.
 
@@ -134,10 +82,10 @@ def serve(
       a cluster              saturate serve config.yaml --print-config > complete.yaml,
                              serve deploy complete.yaml
 
-    The command accepts any option of `vllm serve` in vLLM's spelling (--max-model-len 8k, -tp 2,
-    --enforce-eager, --speculative-config.model NAME). An option goes to the engine, becomes a setting of this
-    service (--served-model-name, --lora-modules, --allowed-origins), or is refused with the setting to use
-    instead.
+    The command accepts any option of `vllm serve` (--max-model-len 8k, -tp 2, --enforce-eager,
+    --speculative-config.model NAME): vLLM's own parser reads them, in a process of its own, which takes 10 to
+    20 seconds. An option goes to the engine, becomes a setting of this service (--lora-modules,
+    --allowed-origins), or is refused with the setting to use instead.
     Exit codes: 0 stopped; 1 the service failed, or its port is in use; 2 the command, the config or the model
     is wrong, and nothing was started.
 
@@ -158,8 +106,8 @@ def serve(
     prepare_ray()
     from serve_app.cli.foreground import launch
 
-    overrides = (*target.overrides, *(override for _, override in settings))
-    name = target.name or "demo"
+    names, overrides = _read(target, settings, moved)
+    name = names[0] if names else "demo"
     if is_config(name):
         if overrides:
             raise click.UsageError(
@@ -170,8 +118,10 @@ def serve(
             sys.stdout.write(_complete_text(name))
             return 0
         return launch(Path(name), verbose=verbose, log_format=log_format)
-    words = [*(() if target.name else (name,)), *target.words]
-    for text, _ in settings:
+    words = [*(() if names else (name,)), *target]
+    for option, value in sorted(moved.items()):
+        words += [_form(option), value] if value is not None else []
+    for text in settings:
         words += ["--set", text]
     generated = _generate(name, overrides, words)
     if print_config:
@@ -182,6 +132,46 @@ def serve(
         file.write(generated.text)
         file.flush()
         return launch(Path(file.name), verbose=verbose, log_format=log_format)
+
+
+def _form(option: str) -> str:
+    return f"--{option.replace('_', '-')}"
+
+
+def _read(
+    target: Sequence[str], settings: Sequence[str], moved: Mapping[str, str | None]
+) -> "tuple[list[str], list[Override]]":
+    """Return the arguments, at most one, and all values of the user.
+
+    Args:
+        target: The words that are no options of this command.
+        settings: The values of `--set`.
+        moved: Options of this command for settings of a config, by their names in `PATHS`.
+
+    Raises:
+        click.UsageError: A word, an option or a setting is wrong.
+    """
+    from serve_app.models.errors import OptionError
+    from serve_app.models.overrides import PATHS, read_options, read_setting
+
+    context = click.get_current_context()
+    own = [form for option in context.command.params for form in option.opts if form.startswith("--")]
+    try:
+        overrides = [read_setting(setting) for setting in settings]
+        overrides += [
+            read_setting(f"{PATHS[option]}={value}", _form(option))
+            for option, value in moved.items()
+            if value is not None
+        ]
+        names, given = read_options(target, own, overrides)
+    except OptionError as error:
+        raise click.UsageError(str(error), context) from None
+    if len(names) > 1:
+        raise click.UsageError(
+            f"one model or config, not {len(names)}: {', '.join(names)}; a config can have several models",
+            context,
+        )
+    return names, [*given, *overrides]
 
 
 MODELINE = "# yaml-language-server:"

@@ -12,7 +12,6 @@ from serve_app.auth.key_store import KeyStore
 from serve_app.cli.errors import ConfigError
 from serve_app.ingress import haproxy
 from serve_app.ingress.status import BATCHES, QUOTAS, engine_name
-from serve_app.models.engine_check import check_engine
 from serve_app.settings.completion import complete_config
 from serve_app.settings.config_file import IMPORT_PATH
 from serve_app.settings.environment import HARD_STOP
@@ -56,7 +55,6 @@ def read_config(path: Path) -> ServeDeploySchema:
                 if deployment.name in languages and isinstance(deployment.user_config, dict):
                     parse_user_config(deployment.user_config)
             for model in settings.models:
-                check_engine(model)
                 if isinstance(model, LLMSettings):
                     _check_gpus(app, model)
     except OSError as error:

@@ -20,7 +20,6 @@ class Architecture:
 
     Attributes:
         model_type: Family of the model, such as "qwen2".
-        classes: vLLM's classes that can load the model, such as "Qwen2ForCausalLM".
         dtype: Type of the weights: "bfloat16", "float16" or "float32".
         quantization: Quantisation method of the weights; None: not quantised.
         context: The model's limit for prompt and answer together, in tokens.
@@ -34,7 +33,6 @@ class Architecture:
     """
 
     model_type: str
-    classes: tuple[str, ...]
     dtype: str
     quantization: str | None
     context: int
@@ -87,7 +85,6 @@ def read_architecture(config: Mapping[str, Any], source: str) -> Architecture:
     quantization = config.get("quantization_config") or text.get("quantization_config")
     return Architecture(
         model_type=str(config.get("model_type", "")),
-        classes=tuple(map(str, config.get("architectures") or ())),
         dtype=_dtype(config, text),
         quantization=str(quantization.get("quant_method")) if isinstance(quantization, Mapping) else None,
         context=fields.optional(

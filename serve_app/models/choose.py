@@ -93,7 +93,6 @@ def choose(
     given: Mapping[str, Any],
     *,
     replicas: int | None = None,
-    known: frozenset[str] = frozenset(),
 ) -> Choice:
     """Return the settings of an engine for a model on a machine.
 
@@ -102,13 +101,12 @@ def choose(
         machine: The machine.
         given: Engine options set by the user, by their vLLM names; they are kept.
         replicas: Copies of the model, set by the user; None: as many as the GPUs allow.
-        known: Model classes of vLLM; empty: unknown.
 
     Raises:
         ModelError: The model doesn't fit; the message has the sums and alternatives.
     """
     architecture = read_architecture(files.config, files.source)
-    notes = _notes(architecture, known, given)
+    notes = _notes(architecture, given)
     dtype = given.get("dtype") or _dtype(architecture, machine.gpus)
     runs_in = architecture.dtype if dtype == "auto" else dtype
     wanted = demand(files, architecture, runs_in, given.get("kv_cache_dtype"))
@@ -154,7 +152,7 @@ def choose(
     )
 
 
-def _notes(architecture: Architecture, known: frozenset[str], given: Mapping[str, Any]) -> list[str]:
+def _notes(architecture: Architecture, given: Mapping[str, Any]) -> list[str]:
     notes = []
     if given.get("max_model_len", 0) > architecture.context:
         notes.append(
@@ -166,11 +164,6 @@ def _notes(architecture: Architecture, known: frozenset[str], given: Mapping[str
             "The model also takes images or sound; such requests are refused unless its config has "
             "multimodal: true. vLLM reserves memory for them, which the sums leave out; if memory is short, "
             "lower --max-model-len."
-        )
-    if known and architecture.classes and not known.intersection(architecture.classes):
-        notes.append(
-            f"This vLLM doesn't implement {architecture.classes[0]}; it may run the model with transformers, "
-            "or with --trust-remote-code, or refuse it."
         )
     if architecture.sliding_window:
         notes.append(

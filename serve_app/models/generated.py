@@ -8,11 +8,9 @@ from typing import Any
 from pydantic import ValidationError
 from ray.serve.schema import ServeDeploySchema
 
-from serve_app.models import installed_vllm
 from serve_app.models.choose import GOOD_CONTEXT, SEQUENCES, Choice, choose
 from serve_app.models.demo import NAME, demo_service
 from serve_app.models.devices import Machine
-from serve_app.models.engine_check import check_engine
 from serve_app.models.errors import ModelError, OptionError
 from serve_app.models.hub import Hub
 from serve_app.models.memory import gb
@@ -65,7 +63,7 @@ def generate(
         OptionError: A value set by the user is wrong.
     """
     check(overrides)
-    build = build or installed_vllm.build()
+    build = build or distribution.installed_build()
     command = f"saturate serve {shlex.join(words)}"
     id = value_at(overrides, "model", "id")
     if name == NAME:
@@ -86,7 +84,6 @@ def generate(
         given,
         # "auto" leaves the number to Ray Serve, which refuses other texts later.
         replicas=copies if type(copies) is int else None,
-        known=installed_vllm.architectures(),
     )
     loading = f"downloads {gb(files.weight_bytes)}" if files.download else "no download"
     head = _head(f"{files.source} on {_devices(found)}", command, loading, choice.notes)
@@ -152,14 +149,11 @@ def _checked(config: ServeConfig) -> str:
     content: Any = load(text)
     try:
         (app,) = ServeDeploySchema.model_validate(content).applications
-        for model in parse(app.args).models:
-            check_engine(model)
+        parse(app.args)
     except SettingsError as error:
         raise OptionError(str(error)) from None
     except ValidationError as error:
         raise OptionError(f"Ray Serve refuses a value that was set: {plain_errors(error)}") from None
-    except ValueError as error:
-        raise OptionError(str(error)) from None
     return text
 
 

@@ -1,35 +1,37 @@
 """Values set on the command line of `saturate serve`: `--set PATH=VALUE`, or options of `vllm serve`."""
 
 import json
-import re
+import os
+import subprocess
+import sys
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
-from pathlib import Path
+from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from serve_app.api.protocol import JSON
 from serve_app.api.validation import is_port, suggestion
-from serve_app.models import installed_vllm
 from serve_app.models.errors import OptionError
-from serve_app.models.installed_vllm import TEXTS, Option
 from serve_app.settings.models import EngineSettings, LLMSettings
 from serve_app.settings.schema import Settings, SettingsError, parse
-from serve_app.settings.serve_options import DONE, MOVED, REFUSED, refusal
+from serve_app.settings.serve_options import REFUSED, refusal
 from serve_app.system.yaml_text import NotYAMLError, load
 
 Part = Literal["http", "args", "model", "deployment"]
 
 PATHS = {"host": "http.host", "port": "http.port", "served_model_name": "id"}
-"""Options of `vllm serve` with one value that are settings of this service, and their paths."""
+"""Options that `saturate serve` and `vllm serve` both have, and the settings in their place."""
 
 FILES = {"chat_template", "tool_parser_plugin", "reasoning_parser_plugin"}
 """Options that may name a file; paths become absolute, since the engine has another working directory."""
 
-LARGE_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])")
-POWERS = "kmgt"
+PARSER = (sys.executable, "-m", "serve_app.engine.vllm.parser")
+"""The program that reads options of `vllm serve` with vLLM's parser."""
 
 MODEL_PATHS = set(LLMSettings.model_fields) - {"kind", "source", "simulate", "share"}
 """First keys of paths within the entry of the model."""
@@ -55,12 +57,23 @@ class Override:
 
 def engine_options(overrides: Iterable[Override]) -> dict[str, Any]:
     """Return the engine options set by the user, by their vLLM names, without null values."""
-    found = {}
-    for override in overrides:
-        match override.place:
-            case ("engine", "extra", name) | ("engine", name) if override.part == "model":
-                found[name] = override.value
+    found = _sections(overrides)["model"].get("engine")
+    if not isinstance(found, dict):
+        return {}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _sections(overrides: Iterable[Override]) -> dict[Part, dict[str, Any]]:
+    """Return the values of the user as sections of a config."""
+    found: dict[Part, dict[str, Any]] = {"http": {}, "args": {}, "model": {}, "deployment": {}}
+    for override in overrides:
+        section = found[override.part]
+        for key in override.place[:-1]:
+            if not isinstance(section.get(key), dict):
+                section[key] = {}
+            section = section[key]
+        section[override.place[-1]] = deepcopy(override.value)
+    return found
 
 
 def value_at(overrides: Iterable[Override], part: Part, *place: str) -> Any:
@@ -68,11 +81,12 @@ def value_at(overrides: Iterable[Override], part: Part, *place: str) -> Any:
     return next((o.value for o in reversed(list(overrides)) if (o.part, o.place) == (part, place)), None)
 
 
-def read_setting(text: str) -> Override:
+def read_setting(text: str, written: str = "") -> Override:
     """Return the value of a `--set PATH=VALUE`.
 
     Args:
         text: The setting, such as "engine.max_model_len=8192". The value is YAML.
+        written: What stands in messages for the setting, if it was not `--set`.
 
     Raises:
         OptionError: There is no such path; the message names close matches.
@@ -80,145 +94,86 @@ def read_setting(text: str) -> Override:
     path, equals, value = text.partition("=")
     if not equals or not path:
         raise OptionError(f"--set {text}: write PATH=VALUE, such as --set engine.max_model_len=8192")
-    return _override(path, value, f"--set {path}")
+    return _override(path, value, written or f"--set {path}")
 
 
-def read_options(words: Sequence[str], own: Iterable[str]) -> tuple[list[str], list[Override]]:
-    """Split words into arguments and options of `vllm serve`.
+def ask_vllm(question: JSON) -> JSON:
+    """Return what vLLM's parser says, in a process of its own: its import takes seconds and a gigabyte.
 
-    Options have the forms of vLLM's parser: `--name value`, `--name=value`, underscores for dashes, short
-    names such as `-tp`, `--no-name` for flags, `-O3`, and `--name.key value` for a part of a mapping.
+    Raises:
+        OptionError: vLLM is not installed, or its parser has failed.
+    """
+    if find_spec("vllm") is None:
+        raise OptionError("vLLM, which isn't installed, reads its options; use --set engine.NAME=VALUE")
+    done = subprocess.run(PARSER, input=json.dumps(question), capture_output=True, text=True, check=False)
+    if done.returncode:
+        *_, last = done.stderr.strip().splitlines() or ["it said nothing"]
+        raise OptionError(f"vLLM's parser failed: {last}")
+    answer: JSON = json.loads(done.stdout)
+    return answer
+
+
+def read_options(
+    words: Sequence[str],
+    own: Iterable[str],
+    overrides: Iterable[Override] = (),
+    ask: Callable[[JSON], JSON] = ask_vllm,
+) -> tuple[list[str], list[Override]]:
+    """Split words into arguments and options of `vllm serve`, as vLLM's parser does.
 
     Args:
         words: Words of a command line, without the options of this command.
         own: The options of this command, for close matches.
+        overrides: Other values of the user; vLLM's parser checks those that are its own.
+        ask: Asks vLLM's parser, which happens only where there are such options.
 
     Raises:
         OptionError: An option doesn't exist (the message names close matches), this service has another
             setting for it, or its value is wrong.
     """
-    arguments: list[str] = []
-    overrides: list[Override] = []
-    parts: dict[str, Any] = {}
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        if not word.startswith("-") or word == "-":
-            arguments.append(word)
-            continue
-        written, equals, value = _split(word)
-        head, _, key = written.partition(".")
-        option, negated = _find(head, own)
-        if reason := REFUSED.get(option.name):
-            raise OptionError(f"{written}: {reason}")
-        if option.server and option.name not in DONE and option.name not in MOVED:
-            raise OptionError(f"{written}: an option of vLLM's own server, which this service doesn't have")
-        if key:
-            text = value if equals else _next(rest, written)
-            _put(parts.setdefault(option.name, {}), key, text, written)
-            continue
-        if option.flag and not equals:
-            overrides.append(_engine(option.name, not negated, written))
-            continue
-        texts = [value] if equals else _words(option, rest, written)
-        overrides.append(_moved(option, texts, written) or _engine_texts(option, texts, written))
-    overrides += [_engine(name, value, f"--{name.replace('_', '-')}") for name, value in parts.items()]
-    return arguments, overrides
+    for word in words:
+        # Known without vLLM.
+        if word.startswith("--") and (reason := REFUSED.get(_name(word))):
+            raise OptionError(f"{word.partition('=')[0]}: {reason}")
+    free = {k: v for k, v in engine_options(overrides).items() if k not in EngineSettings.model_fields}
+    given = any(word.startswith("-") and word != "-" for word in words)
+    if not given and (not free or find_spec("vllm") is None):
+        return list(words), []
+    answer = ask({"words": list(words), "own": list(own), "options": free})
+    if "error" in answer:
+        raise OptionError(answer["error"])
+    return answer["names"], [_option(name, value) for name, value in answer["options"].items()]
 
 
-def _split(word: str) -> tuple[str, str, str]:
-    """Split a word into an option's name as written, "=" if a value follows in the word, and that value."""
-    if level := re.fullmatch(r"-O=?(.+)", word):
-        return "--optimization-level", "=", level[1]
-    return word.partition("=")
+def _name(word: str) -> str:
+    """Return the name of an option with underscores."""
+    return word.partition("=")[0].partition(".")[0].lstrip("-").replace("-", "_")
 
 
-def _find(written: str, own: Iterable[str]) -> tuple[Option, bool]:
-    """Return the option with a form, and whether the form negates the option.
+def _option(name: str, value: Any) -> Override:
+    """Return the place of an option of `vllm serve`.
 
     Raises:
-        OptionError: No option has this form.
+        OptionError: This service has another setting for it.
     """
-    forms = _forms()
-    if written == "-O":
-        written = "--optimization-level"
-    dashed = f"--{written[2:].replace('_', '-')}" if written.startswith("--") else written
-    if option := forms.get(dashed):
-        return option, False
-    option = forms.get(f"--{dashed[5:]}") if dashed.startswith("--no-") else None
-    if option and option.negatable:
-        return option, True
-    raise OptionError(f"no such option: {written}{suggestion(dashed, [*own, *forms])}")
-
-
-def _forms() -> Mapping[str, Option]:
-    """Return the options of `vllm serve` by their forms, such as "--tensor-parallel-size" and "-tp"."""
-    return {form: option for option in _known_options().values() for form in option.strings}
-
-
-def _next(rest: list[str], written: str) -> str:
-    """Remove and return the value of an option, the next word."""
-    if not rest or rest[0].startswith("--"):
-        raise OptionError(f"{written} needs a value: {written} VALUE")
-    return rest.pop(0)
-
-
-def _words(option: Option, rest: list[str], written: str) -> list[str]:
-    """Remove and return the words of an option's value: one word, or all up to the next option."""
-    found = [_next(rest, written)]
-    # vLLM reads a JSON list from one word.
-    if option.several and option.name != "allowed_origins" and not found[0].startswith("["):
-        while rest and not rest[0].startswith("-"):
-            found.append(rest.pop(0))
-    return found
-
-
-def _put(section: dict[str, Any], key: str, text: str, written: str) -> None:
-    """Set a part of a mapping, as `--name.key.key VALUE` does; `key+` appends to a list."""
-    *outer, last = key.removesuffix("+").split(".")
-    for part in outer:
-        section = section.setdefault(part, {})
-        if not isinstance(section, dict):
-            raise OptionError(f"{written}: {part} already has a value")
-    if key.endswith("+"):
-        section[last] = [*section.get(last, []), *text.split(",")]
-    else:
-        section[last] = _yaml(text, written)
-
-
-def _moved(option: Option, texts: list[str], written: str) -> Override | None:
-    """Return this service's setting for an option of vLLM's server; None if there is none."""
-    match option.name:
+    form = f"--{name.replace('_', '-')}"
+    if reason := REFUSED.get(name):
+        raise OptionError(f"{form}: {reason}")
+    match name:
         case "lora_modules":
-            return Override("model", ("adapters",), [_adapter(text, written) for text in texts])
+            return Override("model", ("adapters",), [_adapter(one["name"], one["path"]) for one in value])
         case "allowed_origins":
-            origins = _yaml(texts[0], written) if texts[0].startswith("[") else texts
-            return Override("args", ("ingress", "allow_origins"), origins)
+            return Override("args", ("ingress", "allow_origins"), value)
         case name if name in PATHS:
-            if len(texts) > 1:
-                raise OptionError(f"{written}: one name, not {len(texts)}: a model has one name, its `id`")
-            return _override(PATHS[name], texts[0], written)
-    return None
+            raise OptionError(f"write {form}, as `saturate serve --help` has it")
+        case name if name in FILES and isinstance(value, str) and os.path.isfile(value):
+            value = os.path.abspath(value)
+    return Override("model", ("engine", name), value)
 
 
-def _adapter(text: str, written: str) -> dict[str, str]:
-    """Return the adapter from `NAME=PATH`, or from a JSON object with name and path."""
-    try:
-        fields = json.loads(text) if text.startswith("{") else None
-        name, path = (str(fields["name"]), str(fields["path"])) if fields else text.split("=", 1)
-    except (ValueError, KeyError, TypeError):
-        raise OptionError(f"{written}: write NAME=PATH, not {text!r}") from None
+def _adapter(name: str, path: str) -> dict[str, str]:
     # The source is absolute, since replicas with another working directory read it.
-    return {"id": name, "source": str(Path(path).absolute()) if Path(path).is_dir() else path}
-
-
-def _engine_texts(option: Option, texts: list[str], written: str) -> Override:
-    """Return the engine option for the words of its value."""
-    if not option.several:
-        return _engine(option.name, texts[0], written)
-    if len(texts) == 1 and (texts[0].startswith("[") or "str" in option.types):
-        return _engine(option.name, _yaml(texts[0], written), written)
-    return _engine(option.name, [_yaml(text, written) for text in texts], written)
+    return {"id": name, "source": os.path.abspath(path) if os.path.isdir(path) else path}
 
 
 def check(overrides: Iterable[Override]) -> None:
@@ -227,78 +182,22 @@ def check(overrides: Iterable[Override]) -> None:
     Raises:
         OptionError: A value is wrong; the message has a line per mistake.
     """
+    sections = _sections(overrides)
     # Fields that the schema requires; a generated config has them too.
-    args: dict[str, Any] = {"batches": {"folder": "~/batches"}}
-    model: dict[str, Any] = {"id": "model", "source": "model"}
-    for override in overrides:
-        if override.part in ("model", "args"):
-            section = model if override.part == "model" else args
-            for key in override.place[:-1]:
-                if not isinstance(section.get(key), dict):
-                    section[key] = {}
-                section = section[key]
-            section[override.place[-1]] = override.value
+    model = {"id": "model", "source": "model"} | sections["model"]
+    batches = sections["args"].setdefault("batches", {})
+    if isinstance(batches, dict):
+        batches.setdefault("folder", "~/batches")
     try:
-        parse({"models": [model], **args})
+        parse({"models": [model]} | sections["args"])
     except SettingsError as error:
         raise OptionError(str(error)) from None
 
 
-def _known_options() -> Mapping[str, Option]:
-    """Return the options of `vllm serve` by name; without vLLM only the options known to this project."""
-    checked = {}
-    for name, field in EngineSettings.model_fields.items():
-        if name != "extra":
-            flag = bool in _kinds(field.annotation)
-            checked[name] = Option(name, (f"--{name.replace('_', '-')}",), flag=flag, negatable=flag)
-    named = {name: Option(name, (f"--{name.replace('_', '-')}",), server=True) for name in (*REFUSED, *MOVED)}
-    return {**named, **checked, **installed_vllm.options()}
-
-
-def _engine(name: str, value: Any, written: str) -> Override:
-    """Return an engine option with a value; options unknown to `EngineSettings` go under `extra`.
-
-    Raises:
-        OptionError: The value is wrong.
-    """
-    option = _known_options()[name]
-    if isinstance(value, str):
-        value = _value_of(option, value, written)
-    if name in EngineSettings.model_fields:
-        return Override("model", ("engine", name), value)
-    if mistake := option.mistake(value):
-        raise OptionError(f"{written}: {mistake}")
-    return Override("model", ("engine", "extra", name), value)
-
-
-def _value_of(option: Option, text: str, written: str) -> Any:
-    """Return the value of an option's text, read as by vLLM's parser."""
-    field = EngineSettings.model_fields.get(option.name)
-    kinds = _kinds(field.annotation) if field else []
-    if option.name == "max_model_len" and text.lower() == "auto":
-        return -1
-    if "int" in option.types and (large := LARGE_NUMBER.fullmatch(text)):
-        number, letter = large.groups()
-        base = 1000 if letter.islower() else 1024
-        return int(float(number) * base ** (POWERS.index(letter.lower()) + 1))
-    plain = kinds == [str] if field else bool(option.types) and option.types <= TEXTS
-    if plain and text not in ("", "null"):
-        return str(Path(text).absolute()) if option.name in FILES and Path(text).is_file() else text
-    return _yaml(text, written)
-
-
 def _override(path: str, text: str, written: str) -> Override:
     part, place, root = _root(path.split("."), written)
-    match place:
-        case ("engine", "extra", name) | ("engine", name) if part == "model" and name != "extra":
-            known = _known_options()
-            if reason := refusal(name):
-                raise OptionError(f"{written}: {reason}")
-            if name not in known or (known[name].server and name not in DONE):
-                fields = [one for one in known if refusal(one) is None]
-                elsewhere = "`vllm serve --help=all` has the options of the engine"
-                raise OptionError(f"{written}: there is no {name!r}{suggestion(name, fields, elsewhere)}")
-            return _engine(name, text, written)
+    if part == "model" and place[0] == "engine" and place[1:] and (reason := refusal(place[1])):
+        raise OptionError(f"{written}: {reason}")
     value = _value(text, _annotation(root, place, written), written)
     if part in ("http", "deployment"):
         _check_value(root, place, value, written)
@@ -354,6 +253,8 @@ def _annotation(schema: type[BaseModel], place: Sequence[str], written: str) -> 
                 return None
             raise OptionError(f"{written}: there is nothing below {key!r}")
         if key not in sections[0].model_fields:
+            if sections[0].model_config.get("extra") == "allow":
+                return None
             raise OptionError(_unknown_key(written, key, sections[0].model_fields))
         kind = sections[0].model_fields[key].annotation
     return kind

@@ -5,7 +5,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
+    BaseModel,
     BeforeValidator,
+    ConfigDict,
     Discriminator,
     Field,
     Tag,
@@ -60,16 +62,16 @@ Context = Annotated[int, Field(strict=True), AfterValidator(_context)]
 """A context in tokens, or -1: the longest that fits."""
 
 
-class EngineSettings(Strict):
-    """vLLM's own settings, named as in `vllm serve --help`, with underscores.
+class EngineSettings(BaseModel):
+    """Options of `vllm serve`, by their names with underscores.
 
-    A setting left out keeps vLLM's default.
+    Those below are read by the service too. Each other option may stand beside them: vLLM's parser checks its
+    name and its value before the model loads, and `saturate doctor CONFIG` before a start. An option left out
+    keeps vLLM's default.
     """
 
-    tokenizer: str | None = Field(
-        default=None,
-        description="Hugging Face id or directory of the tokenizer; by default the model's.",
-    )
+    model_config = ConfigDict(extra="allow", frozen=True)
+
     revision: str | None = Field(
         default=None,
         description="Branch, tag or commit of the model on the hub.",
@@ -77,22 +79,6 @@ class EngineSettings(Strict):
     dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"] | None = Field(
         default=None,
         description="Type of weights and KV cache; by default the type in which the weights are published.",
-    )
-    quantization: str | None = Field(
-        default=None,
-        description="Method of quantized weights, where the model's own config doesn't name it.",
-    )
-    load_format: str | None = Field(
-        default=None,
-        description="Format of the weights, such as `safetensors` or `runai_streamer`.",
-    )
-    trust_remote_code: Flag | None = Field(
-        default=None,
-        description="Run Python code that comes with the model. Only for models whose code you have read.",
-    )
-    seed: Annotated[int, Field(strict=True)] | None = Field(
-        default=None,
-        description="Random seed of the engine.",
     )
     max_model_len: Context | None = Field(
         default=None,
@@ -111,6 +97,10 @@ class EngineSettings(Strict):
     kv_cache_memory_bytes: Positive | None = Field(
         default=None,
         description="Bytes of KV cache, in place of a share of the memory.",
+    )
+    kv_cache_dtype: str | None = Field(
+        default=None,
+        description="Type of the KV cache, such as `fp8`; by default the type of the weights.",
     )
     tensor_parallel_size: Positive | None = Field(
         default=None,
@@ -137,16 +127,6 @@ class EngineSettings(Strict):
             "and delay the next token of other requests for longer."
         ),
     )
-    enable_chunked_prefill: Flag | None = Field(
-        default=None,
-        description="Read long prompts in several steps; vLLM's default is true.",
-    )
-    long_prefill_token_threshold: NotNegative | None = Field(
-        default=None,
-        description=(
-            "Tokens above which a prompt counts as long; a step reads no more tokens of a long prompt."
-        ),
-    )
     scheduling_policy: Literal["fcfs", "priority"] | None = Field(
         default=None,
         description=(
@@ -154,36 +134,9 @@ class EngineSettings(Strict):
             "order of arrival."
         ),
     )
-    enable_prefix_caching: Flag | None = Field(
-        default=None,
-        description=(
-            "Keep the KV cache of prompts, so that equal beginnings are computed once; vLLM's default is "
-            "true."
-        ),
-    )
-    enforce_eager: Flag | None = Field(
-        default=None,
-        description="No compilation and no CUDA graphs: a faster start, and slower steps.",
-    )
     distributed_executor_backend: str | None = Field(
         default=None,
         description="How vLLM runs the processes of a replica: `mp`, `ray`, `uni`, or the path of a class.",
-    )
-    chat_template: str | None = Field(
-        default=None,
-        description="Chat template: a file, or Jinja in one line; by default the model's.",
-    )
-    enable_auto_tool_choice: Flag | None = Field(
-        default=None,
-        description="Let clients offer tools from which the model chooses. It needs `tool_call_parser`.",
-    )
-    tool_call_parser: str | None = Field(
-        default=None,
-        description="Name of vLLM's parser for the format in which the model writes tool calls.",
-    )
-    reasoning_parser: str | None = Field(
-        default=None,
-        description="Name of vLLM's parser that separates the reasoning from the answer.",
     )
     enable_lora: Flag | None = Field(
         default=None,
@@ -215,16 +168,15 @@ class EngineSettings(Strict):
         default=None,
         description="Turn a generative model into a model of embeddings or classes.",
     )
-    extra: dict[str, Any] = Field(
-        default_factory=dict,
-        description=(
-            "Any other option of vLLM's engine, and of its server if the option works behind the Ingress."
-        ),
-    )
 
     def options(self) -> dict[str, Any]:
         """Return the options that are set, by their vLLM names."""
-        return self.model_dump(exclude={"extra"}, exclude_none=True) | self.extra
+        return {name: value for name, value in self if value is not None}
+
+    @property
+    def free(self) -> dict[str, Any]:
+        """The set options that only vLLM checks."""
+        return {name: value for name, value in (self.model_extra or {}).items() if value is not None}
 
     @property
     def context(self) -> int | None:
@@ -241,12 +193,10 @@ class EngineSettings(Strict):
         return (*CLASSIFY, *SCORE) if self.convert == "classify" else POOLING
 
     @model_validator(mode="after")
-    def _extra_holds_only_the_rest(self) -> "EngineSettings":
-        for name in self.extra:
-            if name in type(self).model_fields:
-                raise ValueError(f"extra.{name}: put {name} directly under engine, where it is checked")
+    def _are_free_here(self) -> "EngineSettings":
+        for name in self.model_extra or ():
             if reason := refusal(name):
-                raise ValueError(f"extra.{name}: {reason}")
+                raise ValueError(f"{name}: {reason}")
         return self
 
 
@@ -506,9 +456,9 @@ class LLMSettings(Strict):
         adapters_by_id(self.id, self.adapters)
         if self.adapters and self.engine.enable_lora is False:
             raise ValueError("engine.enable_lora: must be true, or left out, since there are adapters")
-        if self.has_adapters and "worker_extension_cls" in self.engine.extra:
+        if self.has_adapters and "worker_extension_cls" in self.engine.options():
             raise ValueError(
-                "engine.extra.worker_extension_cls: an engine with adapters has saturate's own, which checks "
+                "engine.worker_extension_cls: an engine with adapters has saturate's own, which checks "
                 "them; leave it out"
             )
         return self

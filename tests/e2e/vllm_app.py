@@ -1,10 +1,8 @@
-"""Prints what vLLM's own application serves, as JSON: its routes with everything switched on, its schema, and
-the options of `vllm serve`.
+"""Prints what vLLM's own application serves, as JSON: its routes with everything switched on, and its schema.
 
 A program of its own, since importing vLLM takes seconds and a gigabyte.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -12,7 +10,7 @@ from typing import Any, get_args
 
 
 def main() -> None:
-    """Print {"routes": [[path, [method, ...]], ...], "openapi": {...}, "options": [{...}, ...]}."""
+    """Print {"routes": [[path, [method, ...]], ...], "openapi": {...}}."""
     os.environ |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     from vllm.config import ProfilerConfig
     from vllm.entrypoints.launchers.app import build_app
@@ -24,8 +22,7 @@ def main() -> None:
     from vllm.tasks import SupportedTask
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    parser = make_arg_parser(FlexibleArgumentParser())
-    args = parser.parse_args([])
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     args.enable_tokenizer_info_endpoint = True
     args.tokens_only = True
     args.profiler_config = ProfilerConfig(profiler="torch", torch_profiler_dir="/tmp")
@@ -34,20 +31,7 @@ def main() -> None:
     for router in (embed, scoring, classify, pooling):
         app.include_router(router.router)
     routes = [[route.path, sorted(getattr(route, "methods", None) or [])] for route in app.router.routes]
-    options = [_option(action) for action in parser._actions if action.dest != "help"]
-    json.dump({"routes": routes, "openapi": app.openapi(), "options": options}, sys.stdout)
-
-
-def _option(action: argparse.Action) -> dict[str, Any]:
-    return {
-        "name": action.dest,
-        "strings": action.option_strings,
-        "flag": action.nargs == 0,
-        "several": action.nargs == "+",
-        "negatable": isinstance(action, argparse.BooleanOptionalAction),
-        "choices": [str(choice) for choice in action.choices or () if choice is not None],
-        "type": getattr(action.type, "__name__", None),
-    }
+    json.dump({"routes": routes, "openapi": app.openapi()}, sys.stdout)
 
 
 def _tasks(kind: Any) -> tuple[Any, ...]:

@@ -5,14 +5,14 @@ from typing import Any, NamedTuple
 
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from batcher import ContinuousBatcher, Lanes
 from serve_app.api.scheduling import FLEX
 from serve_app.engine.door import STARTING
-from serve_app.engine.vllm.seams import make_arg_parser
-from serve_app.settings.models import BatcherSettings, EngineSettings, LLMSettings
+from serve_app.engine.vllm.parser import OptionParser
+from serve_app.engine.vllm.seams import validate_parsed_serve_args
+from serve_app.settings.models import BatcherSettings, LLMSettings
 from serve_app.settings.schema import SettingsError
 from serve_app.simulation.options import engine_options
 
@@ -38,10 +38,16 @@ def vllm_args(settings: LLMSettings, defaults: Mapping[str, Any] | None = None) 
         defaults: Options where the config has none.
 
     Raises:
-        SettingsError: vLLM has no such option.
+        SettingsError: vLLM has no such option, or refuses its value.
     """
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
-    options = {"scheduler_cls": SCHEDULER, **(defaults or {}), **settings.engine.options()}
+    parser = OptionParser()
+    args = parser.parse_args([])
+    where = f"models[{settings.id}].engine"
+    try:
+        own = parser.values(settings.engine.options())
+    except ValueError as error:
+        raise SettingsError(f"{where}.{error}") from None
+    options = {"scheduler_cls": SCHEDULER, **(defaults or {}), **own}
     if settings.simulate:
         options = engine_options(settings.simulate, **options)
     elif settings.share is not None:
@@ -54,9 +60,6 @@ def vllm_args(settings: LLMSettings, defaults: Mapping[str, Any] | None = None) 
 
         options = options | {"distributed_executor_backend": NodesExecutor}
     for name, value in options.items():
-        if not hasattr(args, name):
-            where = "engine" if name in EngineSettings.model_fields else "engine.extra"
-            raise SettingsError(f"models[{settings.id}].{where}.{name}: this vLLM has no such option")
         setattr(args, name, value)
     if settings.engine.scheduling_policy is None:
         # Live traffic first: the batcher starts it whatever requests of `flex` run.
@@ -72,6 +75,10 @@ def vllm_args(settings: LLMSettings, defaults: Mapping[str, Any] | None = None) 
         ToolParserManager.import_tool_parser(args.tool_parser_plugin)
     if args.reasoning_parser_plugin:
         ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
+    try:
+        validate_parsed_serve_args(args)
+    except (TypeError, ValueError) as error:
+        raise SettingsError(f"{where}: {str(error).removeprefix('Error: ')}") from None
     return args
 
 

@@ -72,6 +72,11 @@ SEAMS: dict[str, Seam] = {
         "the options of `vllm serve` with their defaults, which that application reads",
         before="vllm.entrypoints.launchers.cli_args",
     ),
+    "validate_parsed_serve_args": Seam(
+        "vllm.entrypoints.common.cli_args",
+        "options that need each other are told before the model loads",
+        before="vllm.entrypoints.launchers.cli_args",
+    ),
     "OpenAIServingModels": Seam("vllm.entrypoints.openai.models.serving", "adapters", "lora_requests"),
     "enable_envs_cache": Seam("vllm.envs", "vLLM asks the environment several times per request"),
     "exception_handler": Seam("vllm.entrypoints.serve.exception_handling.handlers.exception", ERRORS),

@@ -12,10 +12,11 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from serve_app.api.protocol import JSON
 from serve_app.cli.doctor import CHECKS, DASHBOARD, GIB, Machine, Owned, doctor
 from serve_app.cli.runs import RunningService
 from serve_app.ingress.haproxy import FOLDER
-from serve_app.models.errors import ModelError
+from serve_app.models.errors import ModelError, OptionError
 from serve_app.models.hub import HubAwayError
 from serve_app.system import distribution
 from serve_app.system.gpus import GPU, Devices, DriverError, GPUProcess
@@ -63,6 +64,7 @@ GOOD = Machine(
     mark=lambda pid: "",
     port_refusal=lambda host, port: "",
     listeners=lambda port: [],
+    ask_vllm=lambda question: {},
     hub=lambda variables: FakeHub(),
 )
 """A machine in good order, without a GPU."""
@@ -325,6 +327,22 @@ def ports() -> Iterator[Row]:
     yield row("leftovers", "warning", text, "kill 7 8", orphans=[7, 8])
 
 
+def options() -> Iterator[Row]:
+    given = service({"enforce_eagr": True})
+    yield row("options", "ok", "vLLM has the options of m", content=given)
+    said = {"error": "enforce_eagr: this vLLM has no such option; did you mean enforce_eager?"}
+    text = f"models[m].engine.{said['error']}"
+    yield row("options", "problem", text, "correct the option", content=given, ask_vllm=said)
+    yield row("options", "", content=service({"max_num_seqs": 5}), ask_vllm=said)
+
+    def away(question: JSON) -> JSON:
+        raise OptionError("vLLM, which isn't installed, reads its options")
+
+    yield row(
+        "options", "warning", "aren't checked: vLLM, which isn't installed", content=given, ask_vllm=away
+    )
+
+
 def private_files() -> Iterator[Row]:
     def owned(level: str, text: str, fix: str, owners: Mapping[str, Owned], content: object = None) -> Row:
         facts: dict[str, Any] = {"owned": lambda path: owners.get(str(path))}
@@ -349,7 +367,7 @@ def private_files() -> Iterator[Row]:
         yield row("private files", "warning", address, host, content=service(variables={host: address}))
 
 
-ROWS = [*packages(), *gpus(), *resources(), *ports(), *private_files()]
+ROWS = [*packages(), *gpus(), *resources(), *ports(), *options(), *private_files()]
 
 
 @pytest.mark.parametrize("case", ROWS, ids=[f"{one.check} {one.level}" for one in ROWS])
@@ -458,4 +476,4 @@ def test_every_check_runs_on_this_machine() -> None:
     result = CliRunner().invoke(doctor, ["--json"], standalone_mode=False)
     findings = json.loads(result.stdout)["findings"]
     assert not [one for one in findings if "could not run" in one["text"]]
-    assert set(CHECKS) - {one["check"] for one in findings} <= {"gpus", "sources"}
+    assert set(CHECKS) - {one["check"] for one in findings} <= {"gpus", "options", "sources"}

@@ -55,7 +55,7 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     folder = write_model(tmp_path / "model", QWEN_7B, QWEN_7B_BYTES)
     monkeypatch.setattr("serve_app.models.devices.find_machine", lambda: machine(L4, cores=8))
     monkeypatch.setattr("serve_app.models.hub.HuggingFaceHub", lambda: FakeHub({"Qwen/Qwen2.5-7B": folder}))
-    monkeypatch.setattr("serve_app.models.installed_vllm.build", lambda: "gpu")
+    monkeypatch.setattr("serve_app.system.distribution.installed_build", lambda: "gpu")
     return folder
 
 
@@ -138,7 +138,7 @@ def test_a_start_says_what_was_chosen(here: Path, texts: list[str]) -> None:
 
 def test_options_and_settings_change_the_config(here: Path, texts: list[str]) -> None:
     result = run(
-        "--max-model-len", "4096", str(here), "--enforce-eager", "--set", "id=mine", "--set", "http.port=9000"
+        "--max-model-len", "4k", str(here), "--enforce-eager", "--served-model-name", "mine", "--port", "9000"
     )
     assert result.exit_code == 0, result.stderr
     (text,) = texts
@@ -146,12 +146,12 @@ def test_options_and_settings_change_the_config(here: Path, texts: list[str]) ->
     (model,) = whole["applications"][0]["args"]["models"]
     assert (model["id"], model["engine"]["max_model_len"], model["engine"]["enforce_eager"]) == (
         "mine",
-        4096,
+        4000,
         True,
     )
     assert whole["http_options"]["port"] == 9000
     assert (
-        f"saturate serve --max-model-len 4096 {here} --enforce-eager --set id=mine --set http.port=9000"
+        f"saturate serve --max-model-len 4k {here} --enforce-eager --port 9000 --served-model-name mine"
         in (" ".join(text.replace("#", "").split()))
     )
 
@@ -165,8 +165,9 @@ def test_options_without_a_model_are_for_the_demo(here: Path, texts: list[str]) 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--max-modl-len", "8"], "no such option: --max-modl-len; did you mean --max-model-len?"),
-        (["demo", "--set", "engine.max_modl_len=8"], "did you mean max_model_len?"),
+        (["--api-key", "8"], "--api-key: `saturate keys new` makes keys"),
+        (["demo", "--port", "x"], "--port: Input should be a valid integer"),
+        (["demo", "--set", "http.prot=8"], "did you mean port?"),
         (["a", "b"], "one model or config, not 2: a, b"),
         (
             ["a.yaml", "--set", "http.port=1", "--print-config"],
@@ -186,8 +187,8 @@ def test_a_mistake_is_one_of_usage(arguments: list[str], message: str, here: Pat
     [
         (["Qwen/none"], "no model Qwen/none"),
         (["gpt2"], "neither a config (a file), nor a directory, nor a Hugging Face id"),
-        (["Qwen/Qwen2.5-7B", "--tensor-parallel-size", "2"], "needs 2 GPUs, and there are 1"),
-        (["Qwen/Qwen2.5-7B", "--max-model-len", "999999"], "the model doesn't fit one NVIDIA L4"),
+        (["Qwen/Qwen2.5-7B", "--set", "engine.tensor_parallel_size=2"], "needs 2 GPUs, and there are 1"),
+        (["Qwen/Qwen2.5-7B", "--set", "engine.max_model_len=999999"], "the model doesn't fit one NVIDIA L4"),
     ],
 )
 def test_a_model_that_is_refused_ends_with_2(

@@ -91,42 +91,6 @@ def test_a_file_that_is_no_serve_config(tmp_path: Path, text: str, reason: str) 
     assert "validation error" not in message
 
 
-@pytest.mark.parametrize(
-    ("engine", "reason"),
-    [
-        (
-            {"extra": {"max_logprbs": 5}},
-            ".extra.max_logprbs: this vLLM has no such option; did you mean max_logprobs",
-        ),
-        ({"extra": {"max_logprobs": "5"}}, ".extra.max_logprobs: must be a whole number, not '5'"),
-        ({"extra": {"logprobs_mode": "x"}}, ".extra.logprobs_mode: must be one of raw_logits, "),
-        ({"extra": {"speculative_config": "x"}}, ".extra.speculative_config: must be a mapping, not 'x'"),
-        ({"extra": {"enable_log_outputs": True}}, ".extra.enable_log_outputs: needs enable_log_requests too"),
-        ({"extra": {"ssl_keyfile": "x"}}, ": extra.ssl_keyfile: the service speaks plain HTTP"),
-        ({"enable_auto_tool_choice": True}, ".enable_auto_tool_choice: needs tool_call_parser too"),
-        (
-            {"tool_call_parser": "herms"},
-            ".tool_call_parser: this vLLM has no parser 'herms'; did you mean hermes",
-        ),
-        (
-            {"reasoning_parser": "qwen33"},
-            ".reasoning_parser: this vLLM has no parser 'qwen33'; did you mean qwen3",
-        ),
-    ],
-)
-def test_an_option_that_the_engine_would_refuse_is_refused_before_it_starts(
-    tmp_path: Path, engine: dict[str, Any], reason: str
-) -> None:
-    content = config(models=[{"id": "demo", "source": "saturate://demo", "engine": engine}])
-    assert reason in problem(write(tmp_path, content))
-
-
-def test_a_parser_may_come_from_a_file(tmp_path: Path) -> None:
-    engine = {"tool_call_parser": "mine", "extra": {"tool_parser_plugin": "/plugins/mine.py"}}
-    content = config(models=[{"id": "demo", "source": "saturate://demo", "engine": engine}])
-    read_config(write(tmp_path, content))
-
-
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"a: 2026-99-99"], ids=["binary", "impossible date"])
 def test_a_file_that_yaml_can_not_decode(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "config.yaml"

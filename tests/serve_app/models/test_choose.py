@@ -290,14 +290,6 @@ def test_a_model_that_does_not_fit_the_host_is_refused() -> None:
 # Notes
 
 
-def test_an_unknown_architecture_is_told() -> None:
-    known = frozenset({"Qwen2ForCausalLM"})
-    assert choose(QWEN, machine(H100), {}, known=known).notes == ()
-    (note,) = choose(LLAMA, machine(H100), {}, known=known).notes
-    assert note.startswith("This vLLM doesn't implement LlamaForCausalLM")
-    assert choose(LLAMA, machine(H100), {}).notes == ()
-
-
 def test_a_sliding_window_is_told() -> None:
     files = replace(QWEN, config=QWEN_7B | {"sliding_window": 4096, "use_sliding_window": True})
     assert choose(files, machine(H100), {}).notes[0].startswith("Some layers attend to 4,096 tokens only.")

@@ -16,7 +16,7 @@ from serve_app.cli.serve_config import read_config
 from serve_app.models.devices import Machine
 from serve_app.models.errors import ModelError, OptionError
 from serve_app.models.generated import Generated, generate
-from serve_app.models.overrides import read_options, read_setting
+from serve_app.models.overrides import read_setting
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.schema import parse
 from tests.pages import blocks
@@ -74,15 +74,11 @@ def models(tmp_path: Path) -> FakeHub:
     return hub(tmp_path / "hub")
 
 
-def generated(
-    name: str, on: Machine, hub: FakeHub, *settings: str, options: str = "", build: str = "gpu"
-) -> Generated:
-    _, overrides = read_options(options.split(), [])
-    words = [name, *options.split()]
+def generated(name: str, on: Machine, hub: FakeHub, *settings: str, build: str = "gpu") -> Generated:
     return generate(
         name,
-        [*overrides, *map(read_setting, settings)],
-        words=words,
+        [*map(read_setting, settings)],
+        words=[name, *(word for setting in settings for word in ("--set", setting))],
         machine=lambda: on,
         hub=lambda: hub,
         build=build,
@@ -188,7 +184,9 @@ def test_values_of_the_user_are_in_the_config(models: FakeHub) -> None:
         "http.port=9000",
         "deployment.ray_actor_options.num_cpus=2",
         "telemetry.request_log=text",
-        options="--max-model-len 8192 --max-logprobs 50 --tool-call-parser qwen3_json",
+        "engine.max_model_len=8192",
+        "engine.max_logprobs=50",
+        "engine.tool_call_parser=qwen3_json",
     ).text
     found = model(text)
     assert found.id == "qwen"
@@ -209,7 +207,7 @@ def test_values_of_the_user_are_in_the_config(models: FakeHub) -> None:
     assert deployments(text)[1]["name"] == "Engine:qwen"
     assert deployments(text)[1]["ray_actor_options"]["num_cpus"] == 2
     assert unexplained(text) == []
-    assert "saturate serve Qwen/Qwen2.5-7B-Instruct --max-model-len 8192" in text
+    assert "saturate serve Qwen/Qwen2.5-7B-Instruct --set id=qwen" in text
 
 
 def test_the_demo_takes_values_too(models: FakeHub) -> None:
@@ -259,7 +257,7 @@ def test_a_wrong_value_is_refused_before_the_hub_is_asked(models: FakeHub) -> No
 
 
 def test_the_revision_is_read_from_the_hub(models: FakeHub) -> None:
-    generated(QWEN, machine(L4), models, options="--revision v2")
+    generated(QWEN, machine(L4), models, "engine.revision=v2")
     assert models.asked == [(QWEN, "v2")]
 
 

@@ -16,7 +16,7 @@ from serve_app.models.memory import (
 from serve_app.models.model_files import ModelFiles
 
 # The shape of Llama 3 8B: 32 layers, 8 heads with a cache, 128 values each for key and value.
-SHAPE = Architecture("llama", ("LlamaForCausalLM",), "bfloat16", None, 8192, 32, 8, 32, 2 * 128)
+SHAPE = Architecture("llama", "bfloat16", None, 8192, 32, 8, 32, 2 * 128)
 FILES = ModelFiles("meta/llama", {}, 16_000_000_000)
 GPU = 80 * 10**9
 
@@ -56,7 +56,7 @@ def test_types_change_the_bytes_of_weights_and_cache() -> None:
 
 
 def test_quantised_weights_keep_their_bytes() -> None:
-    quantised = Architecture("llama", ("LlamaForCausalLM",), "float16", "gptq", 8192, 32, 8, 32, 256)
+    quantised = Architecture("llama", "float16", "gptq", 8192, 32, 8, 32, 256)
     assert demand(FILES, quantised, "float32", None).weight_bytes == FILES.weight_bytes
 
 

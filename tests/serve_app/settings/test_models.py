@@ -33,9 +33,8 @@ def test_the_demo_model_is_in_the_package_and_other_sources_go_to_vllm() -> None
 
 def test_options_of_the_engine_are_the_set_ones_also_false_and_zero() -> None:
     options = {"enable_prefix_caching": False, "seed": 0, "long_prefill_token_threshold": 0}
-    assert model(engine=options | {"extra": {"block_size": 32}}).engine.options() == options | {
-        "block_size": 32
-    }
+    found = model(engine=options | {"max_model_len": 5, "block_size": None}).engine
+    assert (found.options(), found.free) == (options | {"max_model_len": 5}, options)
     assert model().engine.options() == model().sampling.sampling() == {}
     assert model(sampling={"temperature": 0}).sampling.sampling() == {"temperature": 0}
 

@@ -23,7 +23,7 @@ FULL: JSON = {
             "multimodal": True,
             "engine": {
                 "max_model_len": 2048,
-                "extra": {"block_size": 32},
+                "block_size": 32,
                 "allowed_media_domains": ["a.example"],
             },
             "batcher": {
@@ -193,14 +193,12 @@ def wrong_values() -> Iterator[tuple[str, str, list[Any]]]:
         ("models[0].source", "", [""]),
         ("models[0].share", "", ["a b", "", "a/b", "a" * 65]),
         ("models[0].engine", "", [None]),
-        ("models[0].engine.extra", "", [["x"]]),
         ("models[0].engine.max_model_len", "", [1.5, "many", [1], True]),
         ("models[0].engine.max_model_len", "or -1 for the longest context that fits, not ", [0, -2]),
         ("models[0].engine.gpu_memory_utilization", "", [0, -0.1, 1.01, math.nan, "most"]),
-        ("models[0].engine.long_prefill_token_threshold", "", [-1, 0.0, False]),
         ("models[0].engine.dtype", "", ["int3"]),
         ("models[0].engine.max_lora_rank", "", [9]),
-        ("models[0].engine.enforce_eager", "", ["perhaps"]),
+        ("models[0].engine.enable_lora", "", ["perhaps"]),
         ("models[0].batcher.policy", "", ["no_evict"]),
         ("models[0].batcher.goals", "must have ttft_p99_s, tpot_p99_s, or both", [{}]),
         ("models[0].sampling.temperature", "", [3]),
@@ -281,15 +279,11 @@ def test_a_wrong_value_is_refused_with_its_path_and_itself(path: str, words: str
         ),
         ({"models[0].engine.enable_lora": False}, ".models[0]: engine.enable_lora: must be true"),
         (
-            {"models[0].engine.extra": {"worker_extension_cls": "a.B"}},
-            ".models[0]: engine.extra.worker_extension_cls: an engine with adapters",
+            {"models[0].engine.worker_extension_cls": "a.B"},
+            ".models[0]: engine.worker_extension_cls: an engine with adapters",
         ),
-        (
-            {"models[0].engine.extra": {"max_num_seqs": 5}},
-            ".models[0].engine: extra.max_num_seqs: put max_num_seqs directly under engine",
-        ),
-        # tests/serve_app/models/test_vllm_options.py has all options that do nothing here.
-        ({"models[0].engine.extra": {"port": 5}}, ".models[0].engine: extra.port: "),
+        # tests/serve_app/engine/vllm/test_parser.py has all options that do nothing here.
+        ({"models[0].engine.port": 5}, ".models[0].engine: port: "),
         (
             {"models[0].multimodal": False},
             ".models[0]: multimodal: must be true, since engine.allowed_media_domains names hosts",
@@ -391,7 +385,7 @@ def test_args_are_a_mapping_with_texts_as_keys(args: object) -> None:
 SECTIONS = ["", "ingress", "access", "telemetry", "telemetry.traces", "batches", "usage", "usage.ledger"]
 SECTIONS += ["usage.quotas", "usage.quotas.tenants.a", "usage.prices.demo", "share_groups.night"]
 SECTIONS += [f"models[{place}]" for place in range(3)] + ["models[2].batcher"]
-SECTIONS += [f"models[0].{key}" for key in ("engine", "batcher", "batcher.goals", "sampling", "adapters[0]")]
+SECTIONS += [f"models[0].{key}" for key in ("batcher", "batcher.goals", "sampling", "adapters[0]")]
 
 
 FIELDS = {path: list(type(at(path, parse(FULL))).model_fields) for path in SECTIONS}
@@ -420,18 +414,15 @@ def test_an_unknown_key_anywhere_is_refused_with_its_path(path: str, key: str, v
 
 
 def test_the_closest_keys_are_named() -> None:
-    (line,) = mistakes(put({"models[0].engine.max_model_length": 4096}))
-    assert line == "args.models[0].engine.max_model_length: unknown key; did you mean max_model_len?"
     (line,) = mistakes(put({"batches.lines": 5}))
     assert line == "args.batches.lines: unknown key; did you mean max_lines?"
 
 
 def test_all_mistakes_are_reported_at_once() -> None:
-    lines = mistakes({"models": [{"id": "demo", "engine": {"x": 1, "max_num_seqs": 0}}], "port": 1})
+    lines = mistakes({"models": [{"id": "demo", "engine": {"max_num_seqs": 0}}], "port": 1})
     assert [line.split(": ")[0] for line in lines] == [
         "args.models[0].source",
         "args.models[0].engine.max_num_seqs",
-        "args.models[0].engine.x",
         "args.port",
     ]
 

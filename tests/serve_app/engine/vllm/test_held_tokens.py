@@ -239,7 +239,5 @@ def test_an_engine_has_the_scheduler_of_its_options_with_held_tokens(
 def test_the_class_of_the_options_is_this_one() -> None:
     args = vllm_args(LLMSettings(id="demo", source=DEMO_MODEL))
     assert args.scheduler_cls == SCHEDULER
-    own = LLMSettings.model_validate(
-        {"id": "demo", "source": DEMO_MODEL, "engine": {"extra": {"scheduler_cls": "a.B"}}}
-    )
+    own = LLMSettings.model_validate({"id": "demo", "source": DEMO_MODEL, "engine": {"scheduler_cls": "a.B"}})
     assert vllm_args(own).scheduler_cls == "a.B"

@@ -37,15 +37,43 @@ def engine(size_tokens: int | None, blocks: int = 9, block: int = 16, policy: st
 
 
 def test_options_reach_vllm_by_their_names() -> None:
-    args = vllm_args(settings(engine={"max_model_len": 512, "extra": {"max_logprobs": 3}}))
+    args = vllm_args(settings(engine={"max_model_len": 512, "max_logprobs": "3"}))
     assert (args.max_model_len, args.max_logprobs) == (512, 3)
     assert args.served_model_name == ["demo"]
     assert args.model.endswith("model")
 
 
-def test_an_option_that_vllm_has_not_is_refused_with_its_path() -> None:
-    with pytest.raises(SettingsError, match=r"engine\.extra\.nope: this vLLM has no such option"):
-        vllm_args(settings(engine={"extra": {"nope": 1}}))
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"max_logprbs": 5}, ".max_logprbs: this vLLM has no such option; did you mean max_logprobs?"),
+        ({"max_modl_len": 5}, ".max_modl_len: this vLLM has no such option; did you mean max_model_len?"),
+        ({"max_logprobs": "many"}, ".max_logprobs: invalid int value: 'many'"),
+        ({"logprobs_mode": "x"}, ".logprobs_mode: invalid choice: 'x' (choose from "),
+        ({"speculative_config": "x"}, ".speculative_config: Value x is not JSON"),
+        ({"enforce_eager": 1}, ".enforce_eager: must be true or false, not 1"),
+        ({"enable_log_outputs": True}, ": --enable-log-outputs requires --enable-log-requests"),
+        ({"enable_auto_tool_choice": True}, ": --enable-auto-tool-choice requires --tool-call-parser"),
+        ({"tool_call_parser": "herms"}, ".tool_call_parser: this vLLM has no parser 'herms'; did you mean h"),
+        ({"reasoning_parser": "qwen33"}, ".reasoning_parser: this vLLM has no parser 'qwen33'; did you mean"),
+    ],
+)
+def test_a_refused_option_is_one_line_with_its_path(options: Any, reason: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        vllm_args(settings(engine=options))
+    assert str(caught.value).startswith(f"models[demo].engine{reason}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_config_and_a_command_line_give_vllm_the_same_values() -> None:
+    options = {
+        "enforce_eager": False,
+        "cudagraph_capture_sizes": [1, 2],
+        "hf_overrides": {"a": 1},
+        "seed": -1,
+    }
+    args = vllm_args(settings(engine=options | {"additional_config": {}, "allowed_local_media_path": ""}))
+    assert {name: getattr(args, name) for name in options} == options
 
 
 def test_workers_on_several_nodes_are_actors_of_ray() -> None:
@@ -66,8 +94,7 @@ def test_a_parser_of_tool_calls_comes_from_a_file(tmp_path: Path) -> None:
     )
     with pytest.raises(KeyError):
         ToolParserManager.get_tool_parser("of_a_test")
-    extra = {"tool_parser_plugin": str(plugin)}
-    assert vllm_args(settings(engine={"tool_call_parser": "of_a_test", "extra": extra}))
+    assert vllm_args(settings(engine={"tool_call_parser": "of_a_test", "tool_parser_plugin": str(plugin)}))
     assert ToolParserManager.get_tool_parser("of_a_test").__name__ == "Mine"
 
 
@@ -88,7 +115,7 @@ def test_vllm_schedules_by_priority_unless_configured(fields: Any, policy: str) 
     [
         ({}, True),
         ({"multimodal": True}, False),
-        ({"engine": {"extra": {"language_model_only": False}}}, False),
+        ({"engine": {"language_model_only": False}}, False),
     ],
 )
 def test_a_model_that_takes_text_alone_has_no_encoders(fields: Any, text_only: bool) -> None:

@@ -443,8 +443,8 @@ FEATURES: dict[str, tuple[dict[str, Any], type[SimulatedExecutor]]] = {
     "none": ({}, SimulatedExecutor),
     "parts": ({"long_prefill_token_threshold": 32}, SimulatedExecutor),
     "windows": ({}, Windows),
-    "store": ({"extra": {"kv_transfer_config": STORE}}, Loading),
-    "drafts": ({"extra": {"speculative_config": DRAFTS}}, Drafts),
+    "store": ({"kv_transfer_config": STORE}, Loading),
+    "drafts": ({"speculative_config": DRAFTS}, Drafts),
     "stages": ({}, Stages),
     "images": ({}, FewImages),
 }

@@ -61,19 +61,19 @@ FEATURES = {
     "steps in turn": Feature(device={"async_scheduling": False}),
     "parts of long prompts": Feature({"long_prefill_token_threshold": 256}, live_prompt=700),
     "a nearly full prefix cache": Feature(device={"kv_tokens": 20_000}, live_prompt=2000, shared=1900),
-    "a watermark": Feature({"extra": {"watermark": 0.05}}, {"kv_tokens": 20_000}),
+    "a watermark": Feature({"watermark": 0.05}, {"kv_tokens": 20_000}),
     "windows": Feature(kind=lambda kind: engine_of(Windows, kind), live_prompt=700),
     "states": Feature(
         device={"kv_tokens": 120_000}, kind=lambda kind: engine_of(States, kind), live_prompt=700
     ),
     "a store of KV caches": Feature(
-        {"extra": {"kv_transfer_config": STORE}},
+        {"kv_transfer_config": STORE},
         {"max_num_seqs": 32},
         lambda kind: engine_of(Loading, kind),
         live_prompt=700,
     ),
     "drafts": Feature(
-        {"extra": {"speculative_config": DRAFTS}},
+        {"speculative_config": DRAFTS},
         {"async_scheduling": False},
         lambda kind: engine_of(Drafts, kind),
     ),
@@ -83,7 +83,7 @@ FEATURES = {
     "images": Feature(kind=lambda kind: engine_of(Images, kind), image=500),
     "large images": Feature(kind=lambda kind: engine_of(Images, kind), image=1500, rows=10),
     "whole images": Feature(
-        {"extra": {"disable_chunked_mm_input": True}},
+        {"disable_chunked_mm_input": True},
         kind=lambda kind: engine_of(Images, kind),
         image=500,
     ),
