@@ -351,7 +351,7 @@ class ContinuousBatcher(Batcher[Slot]):
                 may be a bound, see `Slot.correct`.
             priority, tenant: Its tier, lower goes first, and the name of its tenant.
             deadline, timeout: Time on `clock` by which it must have started; the same in seconds from now.
-            prompt_tokens, max_tokens: Tokens of the prompt, and the most that may be produced.
+            prompt_tokens, max_tokens: Tokens of the prompt, and the tokens that may be produced at most.
             records: Records that start together in this slot; places, cost and tokens are of all of them.
             needs: What the slot needs of `lanes`, once whatever its records.
 

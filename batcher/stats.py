@@ -1,4 +1,4 @@
-"""Statistics: what a batcher counts, the frozen snapshot of it, and observations of single records."""
+"""Statistics: a batcher's counts, their frozen snapshot, and observations of single records."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -190,14 +190,14 @@ class Recorder:
             self._since = now
 
     def window(self, now: float) -> dict[str, float]:
-        """Return the fields of `ContinuousStats` that follow from what was counted."""
+        """Return the fields of `ContinuousStats` that follow from the counts."""
         self._advance(now)
         ttfts = _named("ttft", self.ttfts_s, (0.5, 0.99)) if self.ttfts_s else {}
         occupancy = self._filled_s / (sum(self._times) or 1.0)
         return {"occupancy": occupancy, "output_tokens": self.output_tokens, **ttfts}
 
     def common(self, now: float) -> dict[str, float]:
-        """Return the fields of `Stats` that follow from what was counted."""
+        """Return the fields of `Stats` that follow from the counts."""
         self._advance(now)
         idle, busy = self._times
         elapsed = idle + busy or 1.0

@@ -230,7 +230,7 @@ class Values(Part):
         description="Name of the RayService, and the beginning of every other name; empty: the name of the "
         "release. KubeRay's Services are NAME-serve-svc and NAME-head-svc."
     )
-    config: str = Field(description="The config: one of the chart's folder `configs`.")
+    config: str = Field(description="The config, from the chart's folder `configs`.")
     configText: str = Field(
         description="A config of your own in place of `config`, complete: `saturate serve FILE "
         "--print-config` prints it. Set it with --set-file configText=FILE."
@@ -509,7 +509,7 @@ def of_overlay(documents: list[Document], usual: Values, manifests: Manifests) -
 
 
 def difference(values: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that are not the usual ones."""
+    """Return the values that differ from the usual values."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, dict) and isinstance(usual.get(name), dict):

@@ -67,7 +67,7 @@ def build(args: dict[str, Any]) -> Application:
 
     Raises:
         SettingsError: The args are wrong, or need a variable that the environment lacks.
-        RuntimeError: This Ray is another one than that of pyproject.toml, and lacks a name.
+        RuntimeError: This Ray is not the version in pyproject.toml, and lacks a name.
     """
     ray_seams.check()
     settings = parse(args)

@@ -128,7 +128,7 @@ class RequestError(Exception):
 
 
 class EngineAwayError(RequestError):
-    """The engine that has the request can't serve it; another one may.
+    """The engine that has the request can't serve it; another engine may.
 
     Args:
         message: A sentence for people.

@@ -1026,7 +1026,7 @@ CHUNK_BYTES = 512
 """Bytes that one hash covers: about 128 tokens of text."""
 
 LEVELS = 96
-"""Maximum hashes of a prompt; the last one ends at half a megabyte."""
+"""Maximum hashes of a prompt; the last hash ends at half a megabyte."""
 
 
 ENDS = tuple(accumulate(CHUNK_BYTES << level // 16 for level in range(LEVELS)))

@@ -19,7 +19,7 @@ GENERATION = (
     "/v1/messages",
     "/v1/messages/count_tokens",
 )
-"""Routes of models that generate text; the most frequent ones go first."""
+"""Routes of models that generate text; the most frequent routes first."""
 
 EMBEDDINGS = "/v1/embeddings"
 CLASSIFY = ("/v1/classify", "/classify")

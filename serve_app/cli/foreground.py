@@ -64,7 +64,7 @@ HEALTH_S = 5.0
 """Timeout for an answer to `/health` on a busy machine, in seconds."""
 
 SAY_S = 10.0
-"""Seconds after which a start says again what it waits for."""
+"""Seconds after which a start repeats what it waits for."""
 
 MOST_SHOWN = 500
 """Maximum characters shown of an error."""
@@ -189,7 +189,8 @@ class _Service:
     """A service, seen by its launcher.
 
     Args:
-        cluster: Runs the service. url: Address of the service.
+        cluster: Runs the service.
+        url: Address of the service.
         mark: Value of `MARK` for its processes.
         log: File for the output of the child.
         progress: Shows the stages.
@@ -372,7 +373,8 @@ def drive(cluster: Cluster, channel: Connection, mark: str, log: IO[bytes]) -> N
     """Run a service in this process, a fork of its launcher, until the launcher ends or closes its channel.
 
     Args:
-        cluster: Runs the service. channel: The channel to the launcher.
+        cluster: Runs the service.
+        channel: The channel to the launcher.
         mark: Value of `MARK` for the processes of the service.
         log: File for the output.
     """

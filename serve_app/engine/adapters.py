@@ -175,7 +175,7 @@ def _rank(path: Path) -> int:
     except Exception as error:
         # The file may hold anything, such as lists that are nested too deep to be read.
         reason = repr(error)
-    raise AdapterError(f"{CONFIG} is not that of a LoRA adapter in PEFT's format: {reason}")
+    raise AdapterError(f"{CONFIG} does not describe a LoRA adapter in PEFT's format: {reason}")
 
 
 class AdapterFolder:
@@ -411,7 +411,7 @@ class AdapterSlots:
                 self.on_change()
 
     def _enter(self, adapter: str) -> bool:
-        """Take a place for a request; an adapter without requests gives its own to another one."""
+        """Take a place for a request; an adapter without requests gives its place away."""
         if adapter not in self._requests and len(self._requests) >= self.count:
             if (gone := next((one for one in self._requests if not self._requests[one]), None)) is None:
                 return False

@@ -63,8 +63,8 @@ class Engine(Replica):
         telemetry: What is measured and logged.
         usage: Accounting of the calls, and the quotas of tenants.
         quotas: The handle of the Quotas deployment; None: there is none.
-        share: The turns of the model's group; None: the model has a device of its own. salts: Whether each
-            tenant has a part of the prefix cache of its own.
+        share: The turns of the model's group; None: the model has a device of its own.
+        salts: Whether each tenant has a part of the prefix cache of its own.
     """
 
     _turns: EngineTurns | None = None

@@ -2,8 +2,8 @@
 
 vLLM parses a grammar on the event loop of its server, and compiles it in its engine, without a limit of time:
 a schema of 300 bytes can take minutes. So the engine's own compiler runs in a process beforehand, within
-limits of CPU and memory. The process is forked from a server that has made the imports (`forkserver`), and
-another one is there at once.
+limits of CPU and memory. The process is forked from a server that has made the imports (`forkserver`), and a
+new process is there at once.
 """
 
 import asyncio

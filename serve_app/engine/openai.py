@@ -36,7 +36,7 @@ NO_FILE = "Cannot load local files"
 """Words of vLLM's error about media whose URL names a file."""
 
 OTHER_REQUEST = re.compile(r"\d+ validation errors? for \w+\n(?:.*\.)?(.*)\n  (.*?) \[type=")
-"""Words of pydantic where vLLM has made a request of another one: the field, and the reason."""
+"""Words of pydantic where vLLM has made a request from another request: the field, and the reason."""
 
 RESUMABLE = {"/v1/chat/completions", "/v1/completions"}
 """Routes whose streams may go on in another replica when this one dies."""

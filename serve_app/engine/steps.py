@@ -16,7 +16,7 @@ SOLVED_EVERY = 16
 """Steps between two solutions."""
 
 MEMORY = 0.998
-"""Weight that a step keeps when the next one is seen: some 500 steps count."""
+"""Weight that a step keeps when the next step is seen: some 500 steps count."""
 
 SCALE = np.array([1e-2, 1e-4, 1e-4, 1e-7])
 """Sizes of the four times in seconds, so that the unknowns are about 1 and weigh alike in usual steps."""

@@ -18,8 +18,8 @@ BODY_S = 60.0
 """Seconds until a body of at most `most` bytes has to be here, where no setting says so."""
 
 SMALL = 64 * 1024
-"""A body up to this many bytes may use the whole budget, a larger body may not use the last part of it: so
-large bodies can't keep out small ones."""
+"""A body up to this many bytes may use the whole budget, a larger body may not use the last part of
+it: so large bodies can't keep small bodies out."""
 
 KEPT_PART = 2
 """Streams are kept in the first half of the budget only: bodies without room are refused."""

@@ -131,7 +131,7 @@ _EXPECTED = (
 
 
 def _status(error: Exception) -> grpc.StatusCode | None:
-    """Return the status of a gRPC error; None: the error is another one, or has no status."""
+    """Return the status of a gRPC error; None: the error is not from gRPC, or has no status."""
     return getattr(error, "code", lambda: None)() if isinstance(error, grpc.RpcError) else None
 
 
@@ -189,7 +189,7 @@ async def back_off(tried: int) -> None:
 class Attempt:
     """The pieces of one engine's answer, without the keep-alives between them.
 
-    Iteration raises `EngineLostError`, `LateError`, or what the handle raises. The silence of the engine
+    Iteration raises `EngineLostError`, `LateError`, or the errors of the handle. The silence of the engine
     counts from the first piece that is asked for.
 
     Args:
@@ -526,8 +526,8 @@ class EngineCall:
     async def _finish(self, last: Piece) -> None:
         """Take the usage of an answer that is complete, and read the engine's call to its end.
 
-        Ray Serve takes a request whose answer is complete for one whose client has left, and cancels the
-        calls that still run.
+        When an answer is complete, Ray Serve acts as if the client had left, and cancels the calls that still
+        run.
         """
         assert self._attempt is not None
         assert last.usage is not None

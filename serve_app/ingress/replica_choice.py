@@ -92,7 +92,7 @@ class ReplicaCharge:
         met: Replicas that earlier tries of the request were sent to.
 
     Attributes:
-        met: Replicas that the request was sent to; another one is chosen next, while there is another.
+        met: Replicas that the request was sent to; another replica is chosen next, while there is one.
     """
 
     _lock = Lock()
@@ -210,7 +210,7 @@ class PrefixIndex:
         return count
 
     def matches(self, prefix: Sequence[int], least: int) -> Iterator[tuple[int, list[str]]]:
-        """Yield the replicas that hold a prefix, those with the longest match first, with its last hash.
+        """Yield the replicas that hold a prefix, the longest match first, with its last hash.
 
         Each list has the replicas of the lists before it too.
 
@@ -278,17 +278,17 @@ class ReplicaChoice:
 
     In this order:
 
-    1. Replicas that the request is to avoid are left out, unless none is left; then those that sleep, unless
+    1. Replicas that the request is to avoid are left out, unless none is left; then sleeping replicas, unless
        none is left.
     2. Replicas on which this caller has more tokens than `limit` allows are left out.
-    3. Of the rest, those that have the request's adapter loaded are taken. If there is none, the adapter's
+    3. Of the rest, the replicas with the request's adapter are taken. If there is none, the adapter's
        own hash draws the replica, as in 5, and the prompt doesn't count.
-    4. Of the rest, those with the longest cached prefix of the prompt are taken, if it is at least a quarter
-       of the prompt. Where many requests share a prefix, one with half the load takes it over, and holds it
-       too from then on.
-    5. Without one, the prompt's own hash draws two replicas, of which the first is taken unless it is ahead:
-       other callers, which don't know what this one sent, send the same prefix there too.
-    6. Where that leaves several, or none, chance draws two, and the less loaded one is chosen.
+    4. Of the rest, the replicas with the longest cached prefix of the prompt are taken, if it is at least a
+       quarter of the prompt. Where many requests share a prefix, a replica with half the load takes it over,
+       and holds it too from then on.
+    5. Without such a prefix, the prompt's own hash draws two replicas, of which the first is taken unless it
+       is ahead: other callers, which don't know this caller's requests, send the same prefix there too.
+    6. Where that leaves several replicas, or none, chance draws two, and the less loaded replica is chosen.
 
     Args:
         prefixes: Whether prefixes count; without, replicas are chosen by load alone.

@@ -190,7 +190,7 @@ class Splice:
 
 
 def _events(data: bytes) -> Iterator[dict[str, Any] | None]:
-    """Yield server-sent events; None stands for the last one, DONE."""
+    """Yield server-sent events; None stands for the last event, DONE."""
     for block in data.split(b"\n\n"):
         # Lines that begin with a colon are comments: vLLM can send them as keep-alives.
         line = b"\n".join(each for each in block.split(b"\n") if not each.startswith(b":"))

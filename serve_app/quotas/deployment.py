@@ -44,7 +44,7 @@ class Quotas:
         collect_rarely()
 
     async def take(self, report: HolderReport) -> HolderAnswer:
-        """Apply the report of an Engine, and grant it what the limits allow."""
+        """Apply the report of an Engine, and grant it blocks within the limits."""
         return await self._service.take(report)
 
     async def stats(self) -> JSON:

@@ -62,10 +62,10 @@ def environment_of(section: Any) -> JSON:
 
 
 def mapping(value: Any) -> JSON:
-    """Return a mapping as it is; an empty one for everything else."""
+    """Return a mapping as it is; an empty mapping for everything else."""
     return value if isinstance(value, dict) else {}
 
 
 def items(value: Any) -> list[Any]:
-    """Return a list as it is; an empty one for everything else."""
+    """Return a list as it is; an empty list for everything else."""
     return value if isinstance(value, list) else []

@@ -83,7 +83,7 @@ REFUSED: Mapping[str, str] = {
     "dp_supervisor_probe_interval_s": COPIES,
     "dp_supervisor_probe_timeout_s": COPIES,
     "dp_supervisor_probe_failure_threshold": COPIES,
-    "device_ids": "Ray gives each replica its GPUs; CUDA_VISIBLE_DEVICES hides others from Ray",
+    "device_ids": "Ray gives each replica its GPUs; CUDA_VISIBLE_DEVICES hides GPUs from Ray",
     "nnodes": NODES,
     "node_rank": NODES,
     "master_addr": NODES,

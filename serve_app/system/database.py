@@ -234,7 +234,7 @@ def open_database(
 
     Args:
         where: The file of SQLite, whose folder is created if missing; or the URL of PostgreSQL.
-        name: What the tables hold, such as `batches`: PostgreSQL may hold several groups of tables.
+        name: Name of the tables' content, such as `batches`: PostgreSQL may hold several groups of tables.
         tables: The tables.
         version: Their version; a change of the tables counts it up.
         alone: Whether no other process may open a database in SQLite before this process closes it or ends;

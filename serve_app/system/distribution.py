@@ -38,7 +38,7 @@ def install(*extras: str, project: Path = PROJECT) -> str:
 
     Args:
         extras: Names of the extras.
-        project: The project file; the command is another one where it is missing.
+        project: The project file; without it, the command installs the package by its name.
     """
     named = f"[{','.join(extras)}]" if extras else ""
     return f"pip install -e '.{named}'" if project.is_file() else f"pip install '{NAME}{named}'"

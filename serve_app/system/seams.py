@@ -14,7 +14,7 @@ class Seam(NamedTuple):
     Attributes:
         module: Its module.
         use: What it is for.
-        parts: Methods and attributes of it that are used or replaced, those of instances too.
+        parts: Methods and attributes of it that are used or replaced, also of instances.
         issue: The issue of the fault that it mends; empty: there is no fault, or none is reported.
         ends: The first version of the library that needs it no more.
         before: Its module before it moved to `module`, for the older of the versions that are served.

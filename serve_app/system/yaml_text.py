@@ -93,7 +93,7 @@ MAX_NAME = 100
 class _Loader(yaml.SafeLoader):
     """A reader that keeps dates as text, so that the error for an invalid date has a path.
 
-    It refuses a field that stands twice in a mapping, of which YAML's readers take the last one.
+    It refuses a field that stands twice in a mapping; YAML's readers would take the last value.
     """
 
     def compose_mapping_node(self, anchor: Any) -> Any:

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of requests: one in the Ingress, and vLLM's own below it."""
+"""OpenTelemetry spans of requests: a span in the Ingress, and vLLM's own below it."""
 
 import logging
 import os

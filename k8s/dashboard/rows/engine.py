@@ -47,7 +47,7 @@ ROW = Row(
             "Preemptions",
             "short",
             (Query(vllm("num_preemptions"), "{{model_name}}"),),
-            "Work that was discarded for lack of KV cache. Empty until the first one.",
+            "Work that was discarded for lack of KV cache. Empty until the first preemption.",
         ),
         Panel(
             "Bound of a step",

@@ -18,7 +18,7 @@ ROW = Row(
                     "{{model}} {{tenant}}",
                 ),
             ),
-            "As the engine counts them, with those from its cache: the rows of `saturate usage`.",
+            "As the engine counts them, with tokens from its cache: the rows of `saturate usage`.",
         ),
         Panel(
             "Tokens out by tenant",
@@ -29,7 +29,7 @@ ROW = Row(
                     "{{model}} {{tenant}}",
                 ),
             ),
-            "As they are made, also those that no client gets.",
+            "As they are made, also tokens that no client gets.",
         ),
         Panel(
             "Share of prompt tokens from the cache, by tenant",
@@ -65,7 +65,7 @@ ROW = Row(
                     "{{model}} {{tenant}}",
                 ),
             ),
-            "A tenant that asks for more than its share waits longer; the others should not.",
+            "A tenant that asks for more than its share waits longer; other tenants should not.",
         ),
         Panel(
             "Use of quotas",

@@ -207,7 +207,7 @@ class GatedLLM(CountedLLM):
 
         The search asks the engine for each token of each beam, with the text so far as the prompt. It counts
         its prompt once and the tokens that it samples: at most `beam_width` for each of `max_tokens` steps,
-        which is what the quotas reserve, and what the `usage` of the answer says at most.
+        which the quotas reserve, and which the `usage` of the answer never exceeds.
 
         Args:
             search: The search of vLLM's application.

@@ -185,7 +185,7 @@ class Adapters:
         """
         if (request := self.requests.get(id)) is None:
             # No list: the API key of the request may not use all adapters.
-            message = f"The model {id!r} does not exist; GET /v1/models lists those that do"
+            message = f"The model {id!r} does not exist; GET /v1/models lists all that do"
             raise RequestError(404, "not_found_error", message, param="model")
         return request
 
@@ -426,7 +426,7 @@ class Adapters:
             more = f" and {len(unused) - SHOWN} more" if len(unused) > SHOWN else ""
             raise AdapterError(
                 f"has tensors that the model has no place for: {', '.join(unused[:SHOWN])}{more}. Their "
-                "names are those of another base model, or two name the same matrix"
+                "names belong to another base model, or two name the same matrix"
             )
 
     async def _try(self, request: LoRARequest) -> None:

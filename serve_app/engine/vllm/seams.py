@@ -99,7 +99,7 @@ SEAMS: dict[str, Seam] = {
     ),
     "KVCacheConfig": Seam(
         "vllm.v1.kv_cache_interface",
-        "a block of the KV cache is zeroed when a request gets it, since another one may have left NaN",
+        "a block of the KV cache is zeroed when a request gets it, since another request may have left NaN",
         "needs_kv_cache_zeroing",
         "https://github.com/vllm-project/vllm/pull/50283, with the option --enable-nan-fault-tolerance",
     ),

@@ -113,7 +113,7 @@ def bound_tokenizing(renderer: Any, most: int) -> None:
     """Refuse a text that is too long to tokenize, without holding the interpreter's lock for seconds.
 
     A text that is too long for `/tokenize`, or has more tokens than the context, is counted in pieces. A
-    short text is tokenized on the event loop, a long one in a thread of its own, behind which no other text
+    short text is tokenized on the event loop, a long text in a thread of its own, behind which no other text
     waits. No bound on bytes at the door does this: a token has between one and a hundred characters.
 
     Args:
