@@ -25,7 +25,7 @@ from serve_app.dataset.formats import InputRow, numbered
 from serve_app.dataset.prompts import Prompter, plain
 from serve_app.dataset.readers import open_source, values_of
 from serve_app.dataset.stats import Measured, RowService, RunStats
-from serve_app.jobs.plan import TOGETHER, InputLine, Planner, Turns
+from serve_app.jobs.plan import TOGETHER, InputLine, Planner, Target, Turns
 from serve_app.rows.errors import GaveUpError, RunError
 from serve_app.rows.pacing import Auto, Concurrency, Fixed
 from serve_app.rows.places import Run
@@ -519,7 +519,7 @@ def _planned(items: Sequence[Item], run: DatasetRun) -> tuple[list[Row], Turns]:
     turns = array("I", bytes(4 * len(items)))
     rows = [run.row(item) for item in items]
     for number, (item, row) in enumerate(zip(items, rows, strict=True)):
-        planner.add(InputLine(number, row.text, 0), run.prompts(item))
+        planner.add(InputLine(number, row.text, 0), run.prompts(item), Target(ENDPOINT, None))
     plan = planner.finish()
     for number, entry in enumerate(plan):
         turns[entry.turn] = number

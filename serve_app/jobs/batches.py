@@ -11,12 +11,12 @@ from serve_app.api.errors import RequestError
 from serve_app.api.scheduling import TIER_PRIORITY, Scheduling
 from serve_app.jobs.content import Contents
 from serve_app.jobs.errors import ContentLostError, NotFoundError, StateError
-from serve_app.jobs.intake import UNKNOWN_MODEL, batch_error, validate
+from serve_app.jobs.intake import UNKNOWN_MODEL, batch_error, check
 from serve_app.jobs.key_rules import KeyRules
 from serve_app.jobs.lines import answered, body_of
 from serve_app.jobs.models import Batch
-from serve_app.jobs.plan import TOGETHER, Unsent, plan_id, unsent
-from serve_app.jobs.storage import close, give_up, remove_expired
+from serve_app.jobs.plan import TOGETHER, Unsent
+from serve_app.jobs.storage import close, give_up, remove_expired, unsent
 from serve_app.jobs.store import Store
 from serve_app.rows.errors import RunError
 from serve_app.rows.pacing import Clock
@@ -100,7 +100,6 @@ class OpenBatch(Run):
         unsent: The rows that aren't read; None: not determined yet.
         read: Whether all rows were read.
         busy: Whether other work than rows is in progress: validation, reading, the end.
-        resting: Whether this work has failed and waits for its next try.
         keyless_since: When its API key was first seen to be invalid; None: the key is valid.
         lost: Message about content that is gone, so that the batch fails; empty: no content is gone.
         rate: Counts the rows of its tenant for its model.
@@ -112,7 +111,6 @@ class OpenBatch(Run):
         self.unsent: Unsent | None = None
         self.read = False
         self.busy = False
-        self.resting = False
         self.keyless_since: float | None = None
         self.lost = ""
         self.rate = RowRate()
@@ -208,7 +206,6 @@ class BatchRunner:
         self._key_gone_s = key_gone_s
         self._clock = clock
         self._open: dict[str, OpenBatch] = {}
-        self._validated: dict[str, int] = {}
         self._rates: dict[tuple[str | None, str], RowRate] = {}
         self._looked_at = clock()
         self._told: set[str] = set()
@@ -267,7 +264,6 @@ class BatchRunner:
         self._open = found
         tenants = {batch.tenant for batch in batches}
         self.rows.keep(tenants)
-        self._validated = {tenant: turn for tenant, turn in self._validated.items() if tenant in tenants}
         self._warn()
 
     def _warn(self) -> None:
@@ -307,10 +303,6 @@ class BatchRunner:
         heads: dict[tuple[str | None, str], OpenBatch] = {}
         # A taken row goes before rows that aren't taken, even those of an earlier batch.
         due: dict[tuple[str | None, str], OpenBatch] = {}
-        unvalidated: list[OpenBatch] = []
-        validating = any(
-            one.busy and not one.resting and one.batch.state == "validating" for one in self._open.values()
-        )
         for one in self._open.values():
             if not one.in_flight:
                 # Rows in flight keep their places; without any, its adapter may have moved to another model.
@@ -331,17 +323,12 @@ class BatchRunner:
                 self._begin(one, self._cancel)
             elif state == "validating" and not one.lost:
                 if gone_s is None:
-                    unvalidated.append(one)
+                    self._begin(one, self._validate)
             elif one.stopping or one.exhausted:
                 if not one.in_flight:
                     self._begin(one, self._end)
             elif heads.get(turn) is one and not one.read and len(one.rows) < LOW_ROWS:
                 self._begin(one, self._read)
-        if unvalidated and not validating:
-            # One at a time: a validation keeps a core busy. The tenant with the oldest last turn is next.
-            one = min(unvalidated, key=lambda one: self._validated.get(one.tenant, 0))
-            self._validated[one.tenant] = 1 + max(self._validated.values(), default=0)
-            self._begin(one, self._validate)
         ready: dict[str | None, list[Run]] = {}
         for (base, _), one in (heads | due).items():
             if one.due or one.rows:
@@ -373,42 +360,34 @@ class BatchRunner:
             logger.info("%s: %r", one.batch.id, error)
         except OSError as error:
             logger.error("%s: next try in %g s: %s", one.batch.id, self._tick_s, error)
-            one.resting = True
-            self._changed.set()
             await asyncio.sleep(self._tick_s)
         finally:
-            one.busy = one.resting = False
+            one.busy = False
             self.notice()
 
     async def _validate(self, one: OpenBatch) -> None:
         batch = one.batch
-        path = self._content.path(batch.input_file)
         starting = await self._client.refresh()
         rights = batch.rights or self._rules.rights(batch.api_key)
         models = self._rules.models(rights)
-        limits = self._rules.common.model_copy(update={"max_lines": rights["max_lines"]})
-        found = await asyncio.to_thread(validate, path, batch.endpoint, models, limits)
-        unknown = any(error["code"] == UNKNOWN_MODEL for error in found.errors)
+        plan = await asyncio.to_thread(self._store.plan, batch.input_file)
+        errors = await asyncio.to_thread(check, plan, batch.endpoint, models, rights["max_lines"])
+        unknown = any(error["code"] == UNKNOWN_MODEL for error in errors)
         if unknown and starting and not one.stopping:
             # A restart loses no batch of an adapter that was loaded while the service ran.
             logger.info("%s waits for the adapters of %s, which has not answered", batch.id, starting)
             await self._client.refresh(wake=True)
-            one.resting = True
-            self._changed.set()
             await asyncio.sleep(self._tick_s)
-        elif found.plan is None:
-            # An earlier validation, with other limits or models, may have left a plan.
-            await asyncio.to_thread(self._content.remove, plan_id(batch.id))
-            await asyncio.to_thread(self._store.end, batch.id, "failed", self._now(), found.errors)
+        elif errors:
+            await asyncio.to_thread(self._store.end, batch.id, "failed", self._now(), errors)
         else:
-            await finished(found.plan.keep, self._content, batch.id, self._store.check_owner)
             one.batch = await asyncio.to_thread(
                 self._store.move,
                 batch.id,
                 "in_progress",
                 self._now(),
-                total=found.total,
-                model=found.model,
+                total=len(plan),
+                model=plan.model,
             )
 
     async def _cancel(self, one: OpenBatch) -> None:
@@ -425,7 +404,7 @@ class BatchRunner:
 
     async def _read(self, one: OpenBatch) -> None:
         if one.unsent is None:
-            one.unsent = await finished(unsent, self._store, self._content, one.batch)
+            one.unsent = await asyncio.to_thread(unsent, self._store, one.batch)
         groups = max(1, one.in_flight // TOGETHER)
         one.rows.extend(await asyncio.to_thread(one.unsent.take, self._content, groups))
         if not one.unsent:

@@ -1,4 +1,4 @@
-"""Contents of files by id: uploads, plans, and the outputs of batches. A content is written once, as a whole.
+"""Contents of files by id: uploads, and the outputs of batches. A content is written once, as a whole.
 
 Disks and object storage follow the same rules; a `Storage` hides their differences.
 """
@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Generic, Literal, Protocol, TypeVar
+from typing import IO, Generic, Protocol, TypeVar
 from uuid import uuid4
 
 from serve_app.jobs.errors import ContentLostError
@@ -23,15 +23,6 @@ FOLDER = "files"
 
 DRAFT = re.compile(r"(\d+)-[0-9a-f]{32}")
 """Name of a draft: the epoch of its writer, and a random number."""
-
-
-class Input(Protocol):
-    """A file that can be read: a path, or an object in a storage."""
-
-    @property
-    def name(self) -> str: ...
-
-    def open(self, mode: Literal["rb"]) -> IO[bytes]: ...
 
 
 class Draft:
@@ -51,6 +42,11 @@ class Draft:
         self._file.write(data)
         self.size += len(data)
 
+    def open(self) -> IO[bytes]:
+        """Open the draft to read its bytes so far."""
+        self._file.flush()
+        return self.path.open("rb")
+
     def close(self) -> None:
         """Close the draft for writing."""
         self._file.close()
@@ -69,14 +65,14 @@ class Draft:
             self._file.close()
 
 
-I_co = TypeVar("I_co", bound=Input, covariant=True)
+P_co = TypeVar("P_co", bound=Path | None, covariant=True)
 
 
-class Storage(Protocol[I_co]):
+class Storage(Protocol[P_co]):
     """Files by name, such as `files/ID`, on a disk or elsewhere. All errors are OSErrors."""
 
-    def input(self, name: str) -> I_co:
-        """Return a file, to read some of its lines at a time."""
+    def path(self, name: str) -> P_co:
+        """Return the path of a file; None: the files are elsewhere."""
 
     def open(self, name: str) -> IO[bytes]:
         """Open a file to read; raise a FileNotFoundError if it is missing."""
@@ -106,13 +102,13 @@ class DiskContent:
         (folder / FOLDER).mkdir(0o700, parents=True, exist_ok=True)
         sync(folder)
 
-    def input(self, name: str) -> Path:
+    def path(self, name: str) -> Path:
         """Return the path of a file."""
         return self._folder / name
 
     def open(self, name: str) -> IO[bytes]:
         """Open a file to read."""
-        return self.input(name).open("rb")
+        return self.path(name).open("rb")
 
     def spans(self, name: str, places: Sequence[tuple[int, int]]) -> list[bytes]:
         """Return bytes of a file, by offsets and lengths; reads stop at its end."""
@@ -126,7 +122,7 @@ class DiskContent:
     def size(self, name: str) -> int | None:
         """Return the length of a file; None: it is missing."""
         try:
-            return self.input(name).stat().st_size
+            return self.path(name).stat().st_size
         except FileNotFoundError:
             return None
 
@@ -135,7 +131,7 @@ class DiskContent:
         reach("content.sync")
         draft.sync()
         reach("content.rename")
-        to = self.input(name)
+        to = self.path(name)
         draft.path.replace(to)
         reach("content.renamed")
         sync(to.parent)
@@ -144,10 +140,10 @@ class DiskContent:
     def remove(self, names: Sequence[str]) -> None:
         """Delete the files that exist."""
         for name in names:
-            self.input(name).unlink(missing_ok=True)
+            self.path(name).unlink(missing_ok=True)
 
 
-class Content(Generic[I_co]):
+class Content(Generic[P_co]):
     """Contents by id. Its methods may be called in any thread.
 
     Args:
@@ -156,7 +152,7 @@ class Content(Generic[I_co]):
         storage: Where the contents are; a `DiskContent` uses the same folder.
     """
 
-    def __init__(self, folder: Path, epoch: int, storage: Storage[I_co]) -> None:
+    def __init__(self, folder: Path, epoch: int, storage: Storage[P_co]) -> None:
         self._epoch = epoch
         self._storage = storage
         self._drafts = folder / "drafts"
@@ -165,9 +161,9 @@ class Content(Generic[I_co]):
             if (found := DRAFT.fullmatch(path.name)) and int(found[1]) < epoch:
                 path.unlink(missing_ok=True)
 
-    def path(self, id: str) -> I_co:
-        """Return a content, to be read."""
-        return self._storage.input(_whole(id))
+    def path(self, id: str) -> P_co:
+        """Return the path of a content; None: it is not on a disk."""
+        return self._storage.path(_whole(id))
 
     def size(self, id: str) -> int | None:
         """Return the length of a content; None: it is missing."""
@@ -217,7 +213,7 @@ class Content(Generic[I_co]):
         self._storage.remove([_whole(id)])
 
 
-Contents = Content[Input]
+Contents = Content[Path | None]
 """Contents by id, on a disk or elsewhere."""
 
 

@@ -55,7 +55,7 @@ TYPES: dict[Any, sa.types.TypeEngine[Any]] = {
 }
 """Types of columns, by the types of fields."""
 
-VERSION = 9
+VERSION = 10
 """Version of the tables; a change of them counts it up."""
 
 METADATA = sa.MetaData()
@@ -93,6 +93,16 @@ BATCHES = _table(
 
 RESULTS = Results(METADATA)
 """Results of open batches."""
+
+PLANS = sa.Table(
+    "plans",
+    METADATA,
+    sa.Column("file", sa.Text(), primary_key=True),
+    sa.Column("entries", sa.LargeBinary(), nullable=False),
+    sa.Column("targets", StoredJSON(), nullable=False),
+    sa.Column("errors", StoredJSON(), nullable=False),
+)
+"""The plan of each uploaded file; see `serve_app.jobs.plan.RowPlan`."""
 
 WITHOUT_FILE = sa.Table("contents_without_file", METADATA, sa.Column("id", sa.Text(), primary_key=True))
 """Contents that may exist without a file: of uploads that are being added, and of files that were deleted."""

@@ -1,4 +1,4 @@
-"""Intake of rows: the upload of a file, and the validation of a batch's input."""
+"""Intake of rows: the upload of a file, the one parse of its rows, and the checks of a batch."""
 
 import asyncio
 import re
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import IO
 from urllib.parse import unquote_to_bytes
 
 from pydantic_core import from_json
@@ -16,8 +16,8 @@ from starlette.requests import ClientDisconnect, Request
 
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
-from serve_app.jobs.content import Contents, Draft, Input
-from serve_app.jobs.plan import InputLine, Planner, RowPlan, read_lines
+from serve_app.jobs.content import Contents, Draft
+from serve_app.jobs.plan import InputLine, Planner, RowPlan, Target, read_lines
 from serve_app.settings.batches import BatchesSettings
 
 ENCODED_NAME = re.compile(rb";\s*filename\*\s*=\s*utf-8'[^']*'([^;\s]+)", re.IGNORECASE)
@@ -273,7 +273,7 @@ UNKNOWN_MODEL = "model_not_found"
 """Code of the error of a row whose model is not served."""
 
 MAX_ERRORS = 100
-"""Most errors of a validation."""
+"""Most errors of a file, or of a batch."""
 
 MAX_ID = 512
 """Most characters of a `custom_id`."""
@@ -282,79 +282,98 @@ LISTED_MODELS = 20
 """Most models that a message names."""
 
 
-class Findings(NamedTuple):
-    """The result of a validation.
-
-    Attributes:
-        total: Number of rows.
-        model: The model of all rows; None: the rows name several models.
-        errors: OpenAI's errors; empty: the file is valid.
-        plan: The plan of the rows; None: the file isn't valid.
-    """
-
-    total: int
-    model: str | None
-    errors: list[JSON]
-    plan: RowPlan | None = None
-
-
 def batch_error(code: str, message: str, *, line: int | None = None, param: str | None = None) -> JSON:
     """Return an error in the shape of OpenAI's `errors.data`."""
     return {"code": code, "line": line, "message": message, "param": param}
 
 
-def validate(path: Input, endpoint: str, models: Collection[str], limits: BatchesSettings) -> Findings:
-    """Check all lines of an input file, and plan its rows.
+def read_rows(file: IO[bytes], limits: BatchesSettings) -> RowPlan:
+    """Parse the rows of an upload, check what holds for each batch, and plan them.
 
     Only a hash of each `custom_id` is kept in memory.
 
     Args:
-        path: The file.
-        endpoint: The route that its rows call.
-        models: The served models.
+        file: The upload.
         limits: Limits on lines and bytes.
-
-    Raises:
-        ContentLostError: The file is gone.
     """
-    check = _Check(endpoint, models, limits)
-    for line in read_lines(path, limits.max_line_bytes):
-        check.line(line)
-        if check.full:
+    reading = _Reading(limits)
+    for line in read_lines(file, limits.max_line_bytes):
+        reading.line(line)
+        if len(reading.errors) >= MAX_ERRORS or reading.total > limits.max_lines:
             break
-    if not check.total and not check.errors:
-        check.errors.append(batch_error("empty_file", "The file has no rows"))
-    model = next(iter(check.models)) if len(check.models) == 1 else None
-    plan = None if check.errors else check.planner.finish()
-    return Findings(check.total, model, check.errors, plan)
+    return reading.planner.finish(reading.errors[:MAX_ERRORS])
 
 
-class _Check:
-    """The state of a validation after the lines so far."""
+def check(plan: RowPlan, endpoint: str, models: Collection[str], max_lines: int) -> list[JSON]:
+    """Return OpenAI's errors of the input of a batch, in its order; empty: the batch may run.
 
-    def __init__(self, endpoint: str, models: Collection[str], limits: BatchesSettings) -> None:
+    Args:
+        plan: The plan of the input.
+        endpoint: The route that the rows have to call.
+        models: The models that the rows may name.
+        max_lines: Most rows.
+    """
+    errors = list(plan.errors)
+    wrong = {
+        number: found
+        for number, target in enumerate(plan.targets)
+        if (found := [*_wrong(target, endpoint, models)])
+    }
+    if wrong or len(plan) > max_lines:
+        own: list[JSON] = []
+        for number, entry in enumerate(plan):
+            if number == max_lines:
+                own.append(_too_many(max_lines, entry.line))
+            if number == max_lines or len(own) >= MAX_ERRORS:
+                break
+            own += [error | {"line": entry.line} for error in wrong.get(entry.target, ())]
+        errors = sorted(errors + own, key=lambda error: int(error["line"]))
+    elif not (plan or errors):
+        errors = [batch_error("empty_file", "The file has no rows")]
+    return errors[:MAX_ERRORS]
+
+
+def _wrong(target: Target, endpoint: str, models: Collection[str]) -> Iterator[JSON]:
+    """Yield the errors of rows with a target in a batch."""
+    if target.url != endpoint:
+        message = f"url must be the endpoint of the batch, {endpoint}"
+        yield batch_error("mismatched_url", message, param="url")
+    model = target.model
+    if model is None:
+        if endpoint != MODEL_OPTIONAL or len(models) != 1:
+            yield _missing("body.model")
+    elif model not in models:
+        served = sorted(models)
+        known = ", ".join(served[:LISTED_MODELS]) + (", ..." if len(served) > LISTED_MODELS else "")
+        message = f"The model {model!r} is not served here; served are: {known or 'none'}"
+        yield batch_error(UNKNOWN_MODEL, message, param="body.model")
+
+
+def _missing(param: str, line: int | None = None) -> JSON:
+    return batch_error(
+        "missing_required_parameter", f"{param}: required, but missing", line=line, param=param
+    )
+
+
+def _too_many(most: int, line: int) -> JSON:
+    return batch_error("too_many_rows", f"The file has more than {most} rows, which is the limit", line=line)
+
+
+class _Reading:
+    """The rows of an upload, after the lines so far."""
+
+    def __init__(self, limits: BatchesSettings) -> None:
         self.total = 0
         self.errors: list[JSON] = []
-        self.models: set[str] = set()
         self.planner = Planner()
-        self._endpoint = endpoint
-        self._served = models
         self._limits = limits
         self._first_lines: dict[bytes, int] = {}
 
-    @property
-    def full(self) -> bool:
-        """True when no more lines need a check."""
-        return len(self.errors) >= MAX_ERRORS or self.total > self._limits.max_lines
-
     def line(self, line: InputLine) -> None:
-        """Check a line, unless `full`."""
-        if self.full:
-            return
+        """Check a line, and add its row to the plan."""
         self.total += 1
         if self.total > self._limits.max_lines:
-            most = self._limits.max_lines
-            self._add(line, "too_many_rows", f"The file has more than {most} rows, which is the limit")
+            self.errors.append(_too_many(self._limits.max_lines, line.number))
         elif line.text is None:
             most = self._limits.max_line_bytes
             self._add(line, "line_too_long", f"This line is longer than {most} bytes, which is the limit")
@@ -371,26 +390,30 @@ class _Check:
 
     def _row(self, line: InputLine, row: JSON) -> None:
         self._custom_id(line, row)
-        if self._required(line, row, "method") and row["method"] != "POST":
+        if self._has(line, row, "method") and row["method"] != "POST":
             self._add(line, "invalid_method", "method must be POST", "method")
-        if self._required(line, row, "url") and row["url"] != self._endpoint:
-            message = f"url must be the endpoint of the batch, {self._endpoint}"
-            self._add(line, "mismatched_url", message, "url")
-        if not self._required(line, row, "body"):
+        has_url = self._has(line, row, "url")
+        if not self._has(line, row, "body"):
             return
         body = row["body"]
         if not isinstance(body, dict):
             self._add(line, "invalid_type", "body must be a JSON object", "body")
             return
-        if not self.errors:
-            self.planner.add(line, body)
-        self._model(line, body)
+        model = body.get("model")
+        if not isinstance(model, str | None):
+            self._add(line, "invalid_type", "body.model must be a string", "body.model")
+        elif has_url:
+            if model is not None and len(model) > MAX_ID:
+                # No model has such an id.
+                model = f"{model[:MAX_ID]}..."
+            url = row["url"]
+            self.planner.add(line, body, Target(url if url in ENDPOINTS else "", model))
         if body.get("stream"):
             message = "stream must be false: the rows of a batch are not streamed"
             self._add(line, "invalid_value", message, "body.stream")
 
     def _custom_id(self, line: InputLine, row: JSON) -> None:
-        if not self._required(line, row, "custom_id"):
+        if not self._has(line, row, "custom_id"):
             return
         custom_id = row["custom_id"]
         if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_ID:
@@ -404,39 +427,11 @@ class _Check:
             message = f"custom_id must be unique; line {first} has the same one"
             self._add(line, "duplicate_custom_id", message, "custom_id")
 
-    def _model(self, line: InputLine, body: JSON) -> None:
-        model = body.get("model")
-        if model is None and self._endpoint == MODEL_OPTIONAL and len(self._served) == 1:
-            return
-        if not isinstance(model, str):
-            self._required(line, body, "model", "body.model", str)
-            return
-        if model in self._served:
-            self.models.add(model)
-            return
-        served = sorted(self._served)
-        known = ", ".join(served[:LISTED_MODELS]) + (", ..." if len(served) > LISTED_MODELS else "")
-        shown = model if len(model) <= MAX_ID else f"{model[:MAX_ID]}..."
-        message = f"The model {shown!r} is not served here; served are: {known or 'none'}"
-        self._add(line, UNKNOWN_MODEL, message, "body.model")
-
-    def _required(
-        self,
-        line: InputLine,
-        fields: JSON,
-        name: str,
-        param: str | None = None,
-        kind: type[Any] | None = None,
-    ) -> bool:
-        param = param or name
-        if fields.get(name) is None:
-            self._add(line, "missing_required_parameter", f"{param}: required, but missing", param)
-            return False
-        if kind is not None and not isinstance(fields[name], kind):
-            self._add(line, "invalid_type", f"{param} must be a string", param)
+    def _has(self, line: InputLine, row: JSON, name: str) -> bool:
+        if row.get(name) is None:
+            self.errors.append(_missing(name, line.number))
             return False
         return True
 
     def _add(self, line: InputLine, code: str, message: str, param: str | None = None) -> None:
-        if len(self.errors) < MAX_ERRORS:
-            self.errors.append(batch_error(code, message, line=line.number, param=param))
+        self.errors.append(batch_error(code, message, line=line.number, param=param))

@@ -1,8 +1,7 @@
-"""The plan of a batch: where its rows are in the input, and the order in which they are sent.
+"""The plan of a file: where its rows are, what they call, and the order in which they are sent.
 
-A validation parses each row once and makes the plan, which is kept beside the input until the batch ends.
-Rows are read by their offsets when they are sent. A missing plan is made again from the input. A result
-belongs to a line, independent of the plan, so two processes may send the rows of a batch in different orders.
+An upload parses each row once and makes the plan, which the database has as long as the file. The rows of a
+batch are read by their offsets when they are sent. A result belongs to a line, independent of the plan.
 
 Rows that share a prefix are sent together, so that an engine computes the prefix once, even if its KV cache
 can't hold all prefixes of a batch. Prefixes and their least lengths are the same as in the choice of a
@@ -16,23 +15,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from struct import Struct
-from typing import IO, TYPE_CHECKING, NamedTuple
+from typing import IO, NamedTuple
 from zlib import crc32
-
-import msgspec
-from pydantic_core import from_json
 
 from serve_app.api.facts import ENDS, prefix_of
 from serve_app.api.protocol import JSON
 from serve_app.ingress.body import BOM
-from serve_app.jobs.content import Contents, Input
-from serve_app.jobs.errors import ContentLostError
-from serve_app.jobs.models import Batch
+from serve_app.jobs.content import Contents
 from serve_app.rows.rows import Row
-
-if TYPE_CHECKING:
-    # A dataset has plans but no database.
-    from serve_app.jobs.store import Store
 
 SLICE_LINES = 128
 SLICE_BYTES = 1 << 20
@@ -52,35 +42,27 @@ class InputLine(NamedTuple):
     offset: int
 
 
-def read_lines(path: Input, max_line_bytes: int) -> Iterator[InputLine]:
-    """Yield the lines of a file that aren't blank. The file is opened once, and read once.
+def read_lines(file: IO[bytes], max_line_bytes: int) -> Iterator[InputLine]:
+    """Yield the lines of a file that aren't blank. The file is read once.
 
     Args:
-        path: The file.
+        file: The file.
         max_line_bytes: Bytes beyond which a line isn't kept.
-
-    Raises:
-        ContentLostError: The file is gone.
     """
-    try:
-        file = path.open("rb")
-    except FileNotFoundError:
-        raise ContentLostError(f"the content of {path.name} is gone") from None
-    with file:
-        number = offset = 0
-        while True:
-            text, whole = _read_line(file, max_line_bytes)
-            if not text:
-                return
-            number += 1
-            size = len(text)
-            if number == 1:
-                text = text.removeprefix(BOM)
-            text = text.lstrip()
-            start = offset + size - len(text)
-            if (text := text.rstrip()) or not whole:
-                yield InputLine(number, text if whole else None, start)
-            offset = file.tell()
+    number = offset = 0
+    while True:
+        text, whole = _read_line(file, max_line_bytes)
+        if not text:
+            return
+        number += 1
+        size = len(text)
+        if number == 1:
+            text = text.removeprefix(BOM)
+        text = text.lstrip()
+        start = offset + size - len(text)
+        if (text := text.rstrip()) or not whole:
+            yield InputLine(number, text if whole else None, start)
+        offset = file.tell()
 
 
 def _read_line(file: IO[bytes], most: int) -> tuple[bytes, bool]:
@@ -102,12 +84,17 @@ TOGETHER = 4
 GAP_BYTES = 4096
 """Largest gap between two rows that are read together, in bytes."""
 
-ASKED_LINES = 10_000
-"""Rows in one query of the store for rows with a result."""
 
-FORMAT = "plan-1"
+class Target(NamedTuple):
+    """What rows call.
 
-LONGEST = sys.maxsize - 1
+    Attributes:
+        url: The route; empty: a route that no batch may call.
+        model: The model that the bodies name; None: they name no model.
+    """
+
+    url: str
+    model: str | None
 
 
 class PlanEntry(NamedTuple):
@@ -117,7 +104,7 @@ class PlanEntry(NamedTuple):
         offset: Place of its text in the input, in bytes.
         size: Bytes of its text.
         line: Number of its line.
-        model: Number of its model in `Plan.models`.
+        target: Number of its target in `RowPlan.targets`.
         prefix: Hash of the longest prefix that it shares with other rows; 0: none.
         turn: Its place in the order of groups, from 0.
         check: CRC-32 of its text.
@@ -126,7 +113,7 @@ class PlanEntry(NamedTuple):
     offset: int
     size: int
     line: int
-    model: int
+    target: int
     prefix: int
     turn: int
     check: int
@@ -135,92 +122,45 @@ class PlanEntry(NamedTuple):
 _ENTRY = Struct("<QIIIIII")
 
 
-class _Head(msgspec.Struct):
-    """The first line of a stored plan."""
-
-    format: str
-    rows: int
-    models: list[str]
-    check: int
-
-
-_HEAD = msgspec.json.Decoder(_Head)
-
-
 class RowPlan:
-    """The rows of a batch. An entry takes 32 bytes.
+    """The rows of a file. An entry takes 32 bytes.
 
     Args:
         entries: The entries, in the order of the input.
-        models: The models that rows name; an empty name stands for rows that name no model.
+        targets: The targets of the rows.
+        errors: OpenAI's errors of lines that no batch may have, in the order of the input; if there are any,
+            the plan may lack rows.
     """
 
-    def __init__(self, entries: bytes | bytearray, models: Sequence[str]) -> None:
-        self.models = tuple(models)
-        self._entries = entries
+    def __init__(
+        self, entries: bytes | bytearray, targets: Sequence[Target], errors: Sequence[JSON] = ()
+    ) -> None:
+        self.entries = entries
+        self.targets = tuple(targets)
+        self.errors = tuple(errors)
 
     def __len__(self) -> int:
-        return len(self._entries) // _ENTRY.size
+        return len(self.entries) // _ENTRY.size
 
     def __getitem__(self, number: int) -> PlanEntry:
         """Return the entry of a row, by its number in the input, from 0; blank lines don't count."""
-        return PlanEntry._make(_ENTRY.unpack_from(self._entries, _ENTRY.size * number))
+        return PlanEntry._make(_ENTRY.unpack_from(self.entries, _ENTRY.size * number))
 
     def __iter__(self) -> Iterator[PlanEntry]:
-        return map(PlanEntry._make, _ENTRY.iter_unpack(self._entries))
-
-    def to_bytes(self) -> bytes:
-        """Return the plan as it is stored."""
-        head = _Head(FORMAT, len(self), list(self.models), crc32(self._entries))
-        return msgspec.json.encode(head) + b"\n" + self._entries
+        return map(PlanEntry._make, _ENTRY.iter_unpack(self.entries))
 
     @classmethod
-    def of_entries(cls, entries: Iterable[PlanEntry], models: Sequence[str]) -> "RowPlan":
+    def of_entries(
+        cls, entries: Iterable[PlanEntry], targets: Sequence[Target], errors: Sequence[JSON] = ()
+    ) -> "RowPlan":
         """Return the plan of these rows, which are in the order of the input."""
-        return cls(b"".join(_ENTRY.pack(*entry) for entry in entries), models)
+        return cls(b"".join(_ENTRY.pack(*entry) for entry in entries), targets, errors)
 
-    @classmethod
-    def of_bytes(cls, text: bytes) -> "RowPlan | None":
-        """Return a stored plan; None: it is damaged, or of another version."""
-        head_text, _, entries = text.partition(b"\n")
-        try:
-            head = _HEAD.decode(head_text)
-        except msgspec.MsgspecError:
-            return None
-        whole = len(entries) == _ENTRY.size * head.rows and crc32(entries) == head.check
-        return cls(entries, head.models) if whole and head.format == FORMAT else None
-
-    def keep(self, content: Contents, batch: str, check: Callable[[], None] = lambda: None) -> None:
-        """Store the plan of a batch, durably.
-
-        Args:
-            content: The contents.
-            batch: The id of the batch.
-            check: Raises a FencedError if another process has taken over the batches. That process may have
-                ended the batch, and deleted its plan, before this plan was written.
-
-        Raises:
-            OSError: The disk is full, or fails.
-            FencedError: See `check`; the plan is deleted.
-        """
-        # `saturate batch` has plans, and no database.
-        from serve_app.system.database import FencedError
-
-        draft = content.draft()
-        try:
-            draft.write(self.to_bytes())
-            content.keep(draft, plan_id(batch))
-            check()
-        except FencedError:
-            content.remove(plan_id(batch))
-            raise
-        finally:
-            draft.discard()
-
-
-def plan_id(batch: str) -> str:
-    """Return the id of the content that holds the plan of a batch. No file has this id."""
-    return f"plan-{batch}"
+    @property
+    def model(self) -> str | None:
+        """The model of all rows that name a model; None: they name several models, or none."""
+        models = {target.model for target in self.targets if target.model is not None}
+        return models.pop() if len(models) == 1 else None
 
 
 class _Group(NamedTuple):
@@ -244,41 +184,45 @@ class Planner:
     def __init__(self) -> None:
         self._entries = bytearray()
         self._sizes = array("I")
-        self._models: dict[str, int] = {}
-        self._model_of = array("I")
+        self._targets: dict[Target, int] = {}
+        self._target_of = array("I")
         self._chains: list[bytes] = []
 
-    def add(self, line: InputLine, body: JSON) -> None:
+    def add(self, line: InputLine, body: JSON, target: Target) -> None:
         """Add a row.
 
         Args:
             line: The row's line, which isn't longer than allowed.
             body: The row's body, which may be invalid.
+            target: What the row calls.
         """
         text = line.text or b""
-        model = body.get("model")
-        number = self._models.setdefault(model if isinstance(model, str) else "", len(self._models))
+        number = self._targets.setdefault(target, len(self._targets))
         self._entries += _ENTRY.pack(line.offset, len(text), line.number, number, 0, 0, crc32(text))
         self._sizes.append(len(text))
-        self._model_of.append(number)
+        self._target_of.append(number)
         self._chains.append(array("I", prefix_of(body)).tobytes())
 
-    def finish(self) -> RowPlan:
-        """Return the plan."""
-        by_model: dict[int, list[int]] = {}
-        for row, model in enumerate(self._model_of):
-            by_model.setdefault(model, []).append(row)
+    def finish(self, errors: Sequence[JSON] = ()) -> RowPlan:
+        """Return the plan.
+
+        Args:
+            errors: Errors of lines; see `RowPlan`.
+        """
+        by_target: dict[int, list[int]] = {}
+        for row, target in enumerate(self._target_of):
+            by_target.setdefault(target, []).append(row)
         # Models share no KV cache.
-        bundles = list(chain.from_iterable(self._bundles(rows, 0) for rows in by_model.values()))
+        bundles = list(chain.from_iterable(self._bundles(rows, 0) for rows in by_target.values()))
         bundles.sort(key=lambda bundle: min(min(group.rows) for group in bundle))
-        prefixes, turns = array("I", self._model_of), array("I", self._model_of)
+        prefixes, turns = array("I", self._target_of), array("I", self._target_of)
         turn = 0
         for group in chain.from_iterable(bundles):
             for row in group.rows:
                 prefixes[row], turns[row] = group.prefix, turn
                 turn += 1
         entries = map(_placed, RowPlan(self._entries, ()), prefixes, turns)
-        return RowPlan.of_entries(entries, list(self._models))
+        return RowPlan.of_entries(entries, list(self._targets), errors)
 
     def _bundles(self, rows: list[int], depth: int) -> list[list[_Group]]:
         """Return rows in groups, and the groups in bundles that share a shorter prefix.
@@ -311,32 +255,6 @@ class Planner:
 
 def _placed(entry: PlanEntry, prefix: int, turn: int) -> PlanEntry:
     return entry._replace(prefix=prefix, turn=turn)
-
-
-def plan_of(content: Contents, batch: Batch, check: Callable[[], None] = lambda: None) -> RowPlan:
-    """Return the plan of a batch; a missing or damaged plan is made again and stored.
-
-    Raises:
-        ContentLostError: The input is gone.
-        OSError: The disk is full, or fails.
-    """
-    id = plan_id(batch.id)
-    if (size := content.size(id)) is not None:
-        try:
-            if plan := RowPlan.of_bytes(b"".join(content.pieces(id, size))):
-                return plan
-        except ContentLostError:
-            pass
-    planner = Planner()
-    for line in read_lines(content.path(batch.input_file), LONGEST):
-        try:
-            planner.add(line, from_json(line.text or b"")["body"])
-        except (ValueError, TypeError, KeyError, AttributeError):
-            # The line was valid when the batch was validated.
-            raise ContentLostError(f"the content of {batch.input_file} has changed") from None
-    plan = planner.finish()
-    plan.keep(content, batch.id, check)
-    return plan
 
 
 class Turns:
@@ -400,7 +318,7 @@ class Unsent:
     """The rows of a batch that had no result when this object was made; taken in slices.
 
     Args:
-        plan: The plan of the batch.
+        plan: The plan of the input.
         file: The input.
         rows: Numbers of the rows; rows of a group are adjacent.
     """
@@ -432,38 +350,10 @@ class Unsent:
         texts = _read(content, self._file, entries)
         take()
         return [
-            Row(entry.line, texts[entry.offset], self._plan.models[entry.model] or None)
+            Row(entry.line, texts[entry.offset], self._plan.targets[entry.target].model)
             for entry in entries
             if crc32(texts[entry.offset]) == entry.check
         ]
-
-
-def unsent(store: "Store", content: Contents, batch: Batch, *, by_line: bool = False) -> Unsent:
-    """Return the rows of a batch that have no result, in the order of its plan.
-
-    Args:
-        store: The state.
-        content: The contents.
-        batch: The batch.
-        by_line: Use the order of the input instead.
-
-    Raises:
-        ContentLostError: The input is gone.
-        OSError: The disk is full, or fails.
-        DatabaseError: The database fails.
-    """
-    plan = plan_of(content, batch, store.check_owner)
-    left = bytearray(len(plan))
-    turns = array("I", bytes(4 * len(plan)))
-    for start in range(0, len(plan), ASKED_LINES):
-        numbers = range(start, min(len(plan), start + ASKED_LINES))
-        finished = store.finished(batch.id, plan[numbers[0]].line, plan[numbers[-1]].line)
-        for number in numbers:
-            entry = plan[number]
-            left[number] = entry.line not in finished
-            turns[entry.turn] = number
-    rows: Iterable[int] = range(len(plan)) if by_line else turns
-    return Unsent(plan, batch.input_file, array("I", (number for number in rows if left[number])))
 
 
 def _read(content: Contents, file: str, entries: Sequence[PlanEntry]) -> dict[int, bytes]:

@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Annotated, Literal, ParamSpec, TypeVar
 from uuid import uuid4
 
@@ -26,7 +25,7 @@ from serve_app.api.scheduling import Scheduling, SchedulingFields, scheduling_of
 from serve_app.ingress.body import small_body
 from serve_app.jobs.content import Contents
 from serve_app.jobs.errors import ContentLostError, InUseError, NotFoundError, StateError, TooManyError
-from serve_app.jobs.intake import ENDPOINTS, FileUpload, PendingUploads, bad_request, receive
+from serve_app.jobs.intake import ENDPOINTS, FileUpload, PendingUploads, bad_request, read_rows, receive
 from serve_app.jobs.models import (
     MAX_WINDOW_S,
     MIN_WINDOW_S,
@@ -136,6 +135,7 @@ class BatchAPI:
         self._warnings = warnings
         self._clock = clock
         self._pending = PendingUploads()
+        self._reading = asyncio.Lock()
         # A separate pool: the loop's threads may be busy with the input and the end of large batches.
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="batches-api")
 
@@ -168,7 +168,7 @@ class BatchAPI:
             upload = await receive(request, self._content, limits.max_file_bytes, grow)
             try:
                 file = self._checked(upload, scheduling.tenant, limits.retention_s)
-                await self._run(self._keep, upload, file, limits)
+                await self._keep(upload, file, limits)
             except BaseException:
                 upload.discard()
                 raise
@@ -200,10 +200,15 @@ class BatchAPI:
             expires_at=now + seconds,
         )
 
-    def _keep(self, upload: FileUpload, file: File, limits: BatchesSettings) -> None:
-        assert upload.draft is not None
+    async def _keep(self, upload: FileUpload, file: File, limits: BatchesSettings) -> None:
+        draft = upload.draft
+        assert draft is not None
+        # One at a time: it keeps a core busy.
+        async with self._reading:
+            with draft.open() as text:
+                plan = await asyncio.to_thread(read_rows, text, limits)
         try:
-            add_file(self._store, self._content, upload.draft, file, limits)
+            await self._run(add_file, self._store, self._content, draft, file, plan, limits)
         except TooManyError as error:
             raise bad_request(f"{error}; delete files first", "file") from None
 
@@ -234,7 +239,7 @@ class BatchAPI:
         kind = "application/octet-stream"
         size = await self._run(self._content.size, file.id)
         path = self._content.path(file.id)
-        if size == file.bytes and isinstance(path, Path):
+        if size == file.bytes and path is not None:
             return _StoredFile(path, media_type=kind)
         pieces = self._content.pieces(file.id, file.bytes)
         try:

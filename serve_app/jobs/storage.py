@@ -5,7 +5,8 @@ without a file. So the next start finds what a process left when it ended in the
 deletes nothing else: no foreign file, and no content of another database.
 """
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from serve_app.jobs.content import Contents, Draft
@@ -13,13 +14,15 @@ from serve_app.jobs.errors import ContentLostError, NotFoundError, TooManyError
 from serve_app.jobs.intake import batch_error
 from serve_app.jobs.lines import CANCELLED, EXPIRED, unrun
 from serve_app.jobs.models import Batch, File, State
-from serve_app.jobs.plan import plan_id, unsent
+from serve_app.jobs.plan import RowPlan, Unsent
 from serve_app.jobs.store import Store
 from serve_app.settings.batches import BatchesSettings
 from serve_app.system.database import DatabaseError, FencedError
 
 
-def add_file(store: Store, content: Contents, draft: Draft, file: File, limits: BatchesSettings) -> None:
+def add_file(
+    store: Store, content: Contents, draft: Draft, file: File, plan: RowPlan, limits: BatchesSettings
+) -> None:
     """Make a draft the content of a new file: afterwards both exist, or neither.
 
     Args:
@@ -27,6 +30,7 @@ def add_file(store: Store, content: Contents, draft: Draft, file: File, limits: 
         content: The contents.
         draft: The content of the file.
         file: The file.
+        plan: The plan of its rows.
         limits: Limits on the files of its tenant.
 
     Raises:
@@ -38,7 +42,7 @@ def add_file(store: Store, content: Contents, draft: Draft, file: File, limits: 
     store.note_content(file.id)
     try:
         content.keep(draft, file.id)
-        store.add_file(file, limits.max_tenant_bytes, limits.max_files)
+        store.add_file(file, limits.max_tenant_bytes, limits.max_files, plan)
     except FencedError:
         # The new owner may have looked for the content before it existed.
         content.remove(file.id)
@@ -107,6 +111,35 @@ def remove_expired(store: Store, content: Contents, now: int, limits: BatchesSet
     return len(ids)
 
 
+ASKED_LINES = 10_000
+"""Rows in one query for rows with a result."""
+
+
+def unsent(store: Store, batch: Batch, *, by_line: bool = False) -> Unsent:
+    """Return the rows of a batch that have no result, in the order of its plan.
+
+    Args:
+        store: The state.
+        batch: The batch.
+        by_line: Use the order of the input instead.
+
+    Raises:
+        DatabaseError: The database fails.
+    """
+    plan = store.plan(batch.input_file)
+    left = bytearray(len(plan))
+    turns = array("I", bytes(4 * len(plan)))
+    for start in range(0, len(plan), ASKED_LINES):
+        numbers = range(start, min(len(plan), start + ASKED_LINES))
+        finished = store.finished(batch.id, plan[numbers[0]].line, plan[numbers[-1]].line)
+        for number in numbers:
+            entry = plan[number]
+            left[number] = entry.line not in finished
+            turns[entry.turn] = number
+    rows: Iterable[int] = range(len(plan)) if by_line else turns
+    return Unsent(plan, batch.input_file, array("I", (number for number in rows if left[number])))
+
+
 CLOSING_LINES = 2000
 """Most unsent rows that get their results in one commit when a batch ends."""
 
@@ -127,7 +160,7 @@ def close(store: Store, content: Contents, batch: Batch, now: int) -> None:
     """
     reason = CANCELLED if batch.state == "cancelling" else EXPIRED
     if batch.completed + batch.failed != batch.total:
-        left = unsent(store, content, batch, by_line=True)
+        left = unsent(store, batch, by_line=True)
         while left:
             if rows := left.take(content, most=CLOSING_LINES):
                 store.record({batch.id: [unrun(batch.id, row, reason) for row in rows]})
@@ -140,8 +173,6 @@ def close(store: Store, content: Contents, batch: Batch, now: int) -> None:
         to = "cancelled"
     elif batch.unrun:
         to = "expired"
-    # Before `end`: afterwards nothing looks for the plan.
-    content.remove(plan_id(batch.id))
     store.end(batch.id, to, now, batch.errors)
     store.remove_results(batch.id)
 
@@ -161,7 +192,6 @@ def give_up(store: Store, content: Contents, id: str, reason: str, now: int) -> 
         DatabaseError: The database fails.
     """
     _export(store, content, store.batch(id))
-    content.remove(plan_id(id))
     store.end(id, "failed", now, [batch_error("content_lost", f"{reason}; the results until then are kept")])
     store.remove_results(id)
 

@@ -13,10 +13,18 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from serve_app.api.protocol import JSON
 from serve_app.jobs.content import FOLDER
-from serve_app.jobs.db import BATCHES, FILES, METADATA, RESULTS, VERSION, WITHOUT_FILE
-from serve_app.jobs.errors import InUseError, NotFoundError, StateError, StoreError, TooManyError
+from serve_app.jobs.db import BATCHES, FILES, METADATA, PLANS, RESULTS, VERSION, WITHOUT_FILE
+from serve_app.jobs.errors import (
+    ContentLostError,
+    InUseError,
+    NotFoundError,
+    StateError,
+    StoreError,
+    TooManyError,
+)
 from serve_app.jobs.failpoints import reach
 from serve_app.jobs.models import ENDED, OPEN, TRANSITIONS, Batch, Counts, File, Page, State, Summary
+from serve_app.jobs.plan import RowPlan, Target
 from serve_app.rows.results import slices
 from serve_app.rows.rows import Result, together
 from serve_app.system.database import open_database
@@ -90,13 +98,20 @@ class Store:
         """Raise a FencedError if another process has taken over the batches."""
         self._database.check_owner()
 
-    def add_file(self, file: File, max_bytes: int | None = None, max_files: int | None = None) -> None:
+    def add_file(
+        self,
+        file: File,
+        max_bytes: int | None = None,
+        max_files: int | None = None,
+        plan: RowPlan | None = None,
+    ) -> None:
         """Add a file whose content is on the disk.
 
         Args:
             file: The file.
             max_bytes: Most bytes of all uploaded files of the tenant; None: no limit.
             max_files: Most uploaded files of the tenant; None: no limit.
+            plan: The plan of its rows; None: no batch reads the file.
 
         Raises:
             TooManyError: The tenant would exceed a limit.
@@ -111,6 +126,9 @@ class Store:
             if max_files is not None and found.files >= max_files:
                 raise TooManyError(f"this tenant has {max_files} files, which is the limit")
             db.execute(sa.insert(FILES), _values(file))
+            if plan is not None:
+                parts = {"entries": bytes(plan.entries), "targets": plan.targets, "errors": plan.errors}
+                db.execute(sa.insert(PLANS), {"file": file.id, **parts})
             db.execute(sa.delete(WITHOUT_FILE).where(WITHOUT_FILE.c.id == file.id))
 
     def note_content(self, id: str) -> None:
@@ -139,6 +157,14 @@ class Store:
         if not rows:
             raise NotFoundError(id)
         return _item(File, rows[0])
+
+    def plan(self, id: str) -> RowPlan:
+        """Return the plan of the rows of a file; raise a ContentLostError if there is none."""
+        rows = self._database.rows(sa.select(PLANS).where(PLANS.c.file == id))
+        if not rows:
+            raise ContentLostError(f"the plan of {id} is gone")
+        targets = [Target(*target) for target in rows[0]["targets"]]
+        return RowPlan(rows[0]["entries"], targets, rows[0]["errors"])
 
     def files(
         self,
@@ -454,7 +480,9 @@ def _remove_oldest(db: Connection, tenant: str, number: int) -> list[str]:
 
 
 def _note(db: Connection, ids: Sequence[str]) -> list[str]:
-    """Note contents that have no file, and return their ids."""
+    """Note contents that have no file, and so no plan; return their ids."""
+    for some in slices(ids):
+        db.execute(sa.delete(PLANS).where(PLANS.c.file.in_(some)))
     if ids:
         db.execute(_insert(db, WITHOUT_FILE).on_conflict_do_nothing(), [{"id": id} for id in ids])
     return list(ids)

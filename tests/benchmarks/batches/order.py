@@ -24,7 +24,7 @@ from serve_app.dataset.run import Drive
 from serve_app.ingress.replica_choice import ReplicaCharge, ReplicaChoice, ReplicaState
 from serve_app.jobs.batches import BatchRunner
 from serve_app.jobs.content import Content, Contents, DiskContent
-from serve_app.jobs.intake import validate
+from serve_app.jobs.intake import check, read_rows
 from serve_app.jobs.key_rules import KeyRules
 from serve_app.jobs.models import Batch, File
 from serve_app.jobs.plan import RowPlan
@@ -253,7 +253,10 @@ def _add_batch(store: Store, content: Contents, load: Load, planned: bool) -> No
         expires_at=None,
     )
     limits = limits_of(max_lines=load.rows)
-    add_file(store, content, draft, file, limits)
+    with draft.open() as text:
+        plan = read_rows(text, limits)
+    assert not (errors := check(plan, CHAT, {"demo"}, load.rows)), errors
+    add_file(store, content, draft, file, plan if planned else in_order_of_input(plan), limits)
     batch = Batch(
         id="b",
         tenant="anna",
@@ -268,17 +271,13 @@ def _add_batch(store: Store, content: Contents, load: Load, planned: bool) -> No
         expires_at=now + 86_400,
     )
     store.add_batch(batch, 1)
-    found = validate(content.path("in"), CHAT, {"demo"}, limits)
-    assert found.plan is not None, found.errors
-    plan = found.plan if planned else in_order_of_input(found.plan)
-    plan.keep(content, "b")
-    store.move("b", "in_progress", now, total=found.total, model=found.model)
+    store.move("b", "in_progress", now, total=len(plan), model=plan.model)
 
 
 def in_order_of_input(plan: RowPlan) -> RowPlan:
     """Return a plan with the rows in the order of the input."""
     entries = [entry._replace(prefix=0, turn=number) for number, entry in enumerate(plan)]
-    return RowPlan.of_entries(entries, plan.models)
+    return RowPlan.of_entries(entries, plan.targets)
 
 
 @contextmanager

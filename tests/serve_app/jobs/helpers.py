@@ -11,6 +11,7 @@ from pydantic_core import to_json
 from serve_app.api.protocol import JSON
 from serve_app.jobs import failpoints
 from serve_app.jobs.content import Content, Contents, DiskContent
+from serve_app.jobs.intake import read_rows
 from serve_app.jobs.models import Batch, File
 from serve_app.jobs.storage import add_file
 from serve_app.jobs.store import Store
@@ -64,7 +65,9 @@ def put(store: Store, content: Contents, id: str, text: bytes, tenant: str = "an
     """Store a file."""
     draft = content.draft()
     draft.write(text)
-    add_file(store, content, draft, file_of(id, tenant, len(text)), limits_of())
+    with draft.open() as file:
+        plan = read_rows(file, limits_of())
+    add_file(store, content, draft, file_of(id, tenant, len(text)), plan, limits_of())
 
 
 @contextmanager

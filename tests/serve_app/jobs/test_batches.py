@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 from pydantic_core import from_json
@@ -23,11 +23,13 @@ from serve_app.jobs.content import Content
 from serve_app.jobs.errors import NotFoundError
 from serve_app.jobs.key_rules import KeyRules
 from serve_app.jobs.models import ENDED, Batch
+from serve_app.jobs.plan import RowPlan
 from serve_app.jobs.store import Store
 from serve_app.rows import pacing
 from serve_app.rows.pacing import Auto, EngineLoad, Fixed
 from serve_app.rows.rows import Row, RowAnswer, RowRequest
 from serve_app.rows.runner import Runner
+from serve_app.system.database import DatabaseError
 from tests.batcher.virtual import virtual
 from tests.progress import STILL_S
 from tests.serve_app.jobs.engine import USAGE, Engine, Served, custom_id_of
@@ -224,26 +226,6 @@ def test_a_rate_is_of_the_last_hour_and_none_before_a_minute() -> None:
     assert waiting.per_s is None
     waiting.work(590.0)
     assert waiting.per_s == 0.0
-
-
-async def test_tenants_take_turns_at_validation(tmp_path: Path) -> None:
-    order: dict[str, None] = {}
-
-    def note(point: str) -> None:
-        if point == "store.committed":
-            for id, tenant in tenants.items():
-                # Two threads may be here at once.
-                if bench.store.batch(id, tenant).state != "validating":
-                    order.setdefault(id)
-
-    tenants = {"a0": "anna", "a1": "anna", "a2": "anna", "b0": "ben", "b1": "ben", "c0": "cleo"}
-    async with running(tmp_path, Engine()) as bench:
-        for id, tenant in tenants.items():
-            bench.add(id, row(id), tenant=tenant)
-        bench.at = note
-        for id in tenants:
-            await bench.ended(id)
-    assert list(order) == ["a0", "b0", "c0", "a1", "b1", "a2"]
 
 
 async def test_batches_with_one_deadline_go_in_the_order_of_their_arrival(tmp_path: Path) -> None:
@@ -833,16 +815,6 @@ async def test_a_batch_that_is_deleted_meanwhile_stops_no_other(
             bench.store.batch("old")
 
 
-class Broken:
-    """An input that can't be read."""
-
-    name = "in-a"
-
-    def open(self, mode: str) -> IO[bytes]:
-        """Fail."""
-        raise OSError(errno.EIO, "Input/output error")
-
-
 async def test_a_row_that_is_due_goes_before_rows_of_earlier_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -858,28 +830,19 @@ async def test_a_row_that_is_due_goes_before_rows_of_earlier_batches(
     async with running(tmp_path, engine, concurrency=Fixed(1)) as bench:
         bench.add("a", row("x"))
         bench.add("b", row("y"), row("z"))
-        path, late = bench.content.path, ["in-a"]
-        monkeypatch.setattr(bench.content, "path", lambda id: Broken() if id in late else path(id))
+        planned, late = bench.store.plan, ["in-a"]
+
+        def plan(id: str) -> RowPlan:
+            if id in late:
+                raise DatabaseError("no connection")
+            return planned(id)
+
+        monkeypatch.setattr(bench.store, "plan", plan)
         await engine.until(lambda: engine.tries["y"] > 0)
         late.clear()
         await bench.ended("a")
         await bench.ended("b")
     assert tries == 5
-
-
-async def test_an_input_that_cannot_be_read_holds_up_no_other_validation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = Engine()
-    async with running(tmp_path, engine) as bench:
-        bench.add("a", row("x"))
-        bench.add("b", row("y"), tenant="ben")
-        path = bench.content.path
-        monkeypatch.setattr(bench.content, "path", lambda id: Broken() if id == "in-a" else path(id))
-        await bench.ended("b")
-        bench.store.move("a", "cancelling", NOW)
-        bench.runner.notice()
-        await bench.ended("a", state="cancelled")
 
 
 async def test_valid_rows_are_sent_although_the_limit_on_lines_was_lowered(tmp_path: Path) -> None:

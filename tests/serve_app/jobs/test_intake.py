@@ -4,6 +4,7 @@ import asyncio
 import threading
 import tracemalloc
 from collections.abc import AsyncIterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from starlette.types import Message
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
 from serve_app.jobs.content import Content, DiskContent, Draft
-from serve_app.jobs.intake import FORM_BYTES, MAX_ERRORS, Findings, receive, validate
+from serve_app.jobs.intake import FORM_BYTES, MAX_ERRORS, check, read_rows, receive
 from tests.serve_app.jobs.helpers import CHAT, limits_of, on_disk, row, text_of
 
 BOUNDARY = "b0undary"
@@ -155,20 +156,23 @@ async def test_a_name_has_no_nul_which_postgresql_does_not_store(tmp_path: Path)
 MODELS = ("demo", "other")
 
 
-def check(folder: Path, *rows: JSON | bytes, endpoint: str = CHAT, **limits: Any) -> Findings:
-    path = folder / "in"
-    path.write_bytes(text_of(*rows))
+def errors_of(*rows: JSON | bytes, endpoint: str = CHAT, **limits: Any) -> list[JSON]:
+    """Return the errors of a batch over a file with these rows."""
+    plan = read_rows(BytesIO(text_of(*rows)), limits_of(**limits))
     models = MODELS[:1] if endpoint == "/generate" else MODELS
-    return validate(path, endpoint, models, limits_of(**limits))
+    return check(plan, endpoint, models, limits_of(**limits).max_lines)
 
 
 def body(**fields: Any) -> JSON:
     return {"body": {"model": "demo"} | fields}
 
 
-def test_a_valid_file(tmp_path: Path) -> None:
-    assert check(tmp_path, row("a"), b"", row("b"))[:3] == (2, "demo", [])
-    assert check(tmp_path, row("a"), row("b", **body(model="other")))[:3] == (2, None, [])
+def test_a_valid_file() -> None:
+    for second, model in ({}, "demo"), (body(model="other"), None):
+        rows = row("a"), b"", row("b", **second)
+        assert errors_of(*rows) == []
+        plan = read_rows(BytesIO(text_of(*rows)), limits_of())
+        assert (len(plan), plan.model) == (2, model)
 
 
 @pytest.mark.parametrize(
@@ -194,35 +198,45 @@ def test_a_valid_file(tmp_path: Path) -> None:
         (row("x" * 3000), "line_too_long", None),
     ],
 )
-def test_a_bad_line_is_told_with_its_number(
-    tmp_path: Path, bad: JSON | bytes, code: str, param: str | None
-) -> None:
-    found = check(tmp_path, row("a"), b"", bad, row("b"), max_line_bytes=2000)
-    assert [(error["code"], error["line"], error["param"]) for error in found.errors] == [(code, 3, param)]
-    assert found.errors[0]["message"]
+def test_a_bad_line_is_told_with_its_number(bad: JSON | bytes, code: str, param: str | None) -> None:
+    errors = errors_of(row("a"), b"", bad, row("b"), max_line_bytes=2000)
+    assert [(error["code"], error["line"], error["param"]) for error in errors] == [(code, 3, param)]
+    assert errors[0]["message"]
 
 
-def test_a_model_may_be_left_out_where_one_is_served(tmp_path: Path) -> None:
-    found = check(tmp_path, row("a", url="/generate", body={"prompts": ["x"]}), endpoint="/generate")
-    assert found[:3] == (1, None, [])
+def test_errors_of_file_and_batch_are_in_order() -> None:
+    long = row("c", **body(model="x" * 600))
+    errors = errors_of(row("a", url="/v1/rerank"), b"{", long, row("d", custom_id=4))
+    assert [error["line"] for error in errors] == [1, 2, 3, 4]
+    assert f"The model '{'x' * 512}...' is not served" in errors[2]["message"]
 
 
-def test_an_empty_file_is_an_error(tmp_path: Path) -> None:
-    assert [error["code"] for error in check(tmp_path, b"", b" ").errors] == ["empty_file"]
+def test_a_model_may_be_left_out_where_one_is_served() -> None:
+    one = row("a", url="/generate", body={"prompts": ["x"]})
+    assert errors_of(one, endpoint="/generate") == []
+    plan = read_rows(BytesIO(text_of(one)), limits_of())
+    assert plan.model is None
+    assert [error["param"] for error in check(plan, "/generate", MODELS, 1)] == ["body.model"]
 
 
-def test_too_many_rows_are_an_error(tmp_path: Path) -> None:
+def test_an_empty_file_is_an_error() -> None:
+    assert [error["code"] for error in errors_of(b"", b" ")] == ["empty_file"]
+
+
+def test_too_many_rows_are_an_error() -> None:
     rows = [row(str(number)) for number in range(4)]
-    assert check(tmp_path, *rows, max_lines=4).errors == []
-    errors = check(tmp_path, *rows, max_lines=3).errors
-    assert [(error["code"], error["line"]) for error in errors] == [("too_many_rows", 4)]
+    assert errors_of(*rows, max_lines=4) == []
+    # The limit of the key that uploads the file, and of the key that creates the batch.
+    whole = read_rows(BytesIO(text_of(*rows)), limits_of())
+    for errors in (errors_of(*rows, max_lines=3), check(whole, CHAT, MODELS, 3)):
+        assert [(error["code"], error["line"]) for error in errors] == [("too_many_rows", 4)]
 
 
-def test_the_number_of_errors_is_bounded(tmp_path: Path) -> None:
-    found = check(tmp_path, *([b"{"] * 150))
-    assert [error["line"] for error in found.errors] == list(range(1, MAX_ERRORS + 1))
-    found = check(tmp_path, *([b"{}"] * 150))
-    assert [error["line"] for error in found.errors] == [1 + at // 4 for at in range(MAX_ERRORS)]
+def test_the_number_of_errors_is_bounded() -> None:
+    for rows in ([b"{"] * 150, [row(str(number), url="/v1/rerank") for number in range(150)]):
+        assert [error["line"] for error in errors_of(*rows)] == list(range(1, MAX_ERRORS + 1))
+    errors = errors_of(*([b"{}"] * 150))
+    assert [error["line"] for error in errors] == [1 + at // 4 for at in range(MAX_ERRORS)]
 
 
 def test_memory_does_not_grow_with_the_bytes(tmp_path: Path) -> None:
@@ -233,8 +247,9 @@ def test_memory_does_not_grow_with_the_bytes(tmp_path: Path) -> None:
             file.write(text_of(row(f"{number}-{filler[:400]}", **body(text=filler))))
     assert path.stat().st_size > 20_000_000
     tracemalloc.start()
-    found = validate(path, CHAT, MODELS, limits_of())
+    with path.open("rb") as file:
+        plan = read_rows(file, limits_of())
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert (found.total, found.errors) == (2_000, [])
+    assert (len(plan), plan.errors) == (2_000, ())
     assert peak < 5_000_000

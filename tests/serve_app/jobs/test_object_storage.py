@@ -1,7 +1,6 @@
 """Contents in an object storage, which is in memory."""
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from uuid import uuid4
 
@@ -11,19 +10,18 @@ from pydantic_core import from_json
 from serve_app.jobs.batches import BatchRunner
 from serve_app.jobs.content import Content
 from serve_app.jobs.errors import StoreError
-from serve_app.jobs.intake import validate
 from serve_app.jobs.key_rules import KeyRules
 from serve_app.jobs.service import BatchService
 from serve_app.jobs.store import Store
 from serve_app.rows.pacing import Fixed
 from serve_app.settings.batches import BatchesSettings
 from tests.serve_app.jobs.engine import Engine
-from tests.serve_app.jobs.helpers import CHAT, NOW, all_ended, batch_of, commits, limits_of, put, row, text_of
+from tests.serve_app.jobs.helpers import NOW, all_ended, batch_of, commits, limits_of, put, row, text_of
 from tests.serve_app.jobs.test_service import get
 
 pytest.importorskip("fsspec", reason="fsspec is not installed here (pip install -e '.[storage]')")
 
-from serve_app.jobs.object_storage import BLOCK_BYTES, FIRST_BYTES, ObjectInput, Objects
+from serve_app.jobs.object_storage import Objects
 from tests.progress import STILL_S
 from tests.serve_app.jobs.buffered_storage import PROTOCOL, BufferedStorage
 
@@ -35,51 +33,12 @@ def url(request: pytest.FixtureRequest) -> str:
     return f"{request.param}://{uuid4().hex}"
 
 
-def content_at(url: str, folder: Path) -> Content[ObjectInput]:
+def content_at(url: str, folder: Path) -> Content[None]:
     return Content(folder, 1, Objects(url))
 
 
-def test_an_input_is_read_once_whatever_the_length_of_its_lines(tmp_path: Path) -> None:
-    content = content_at(f"{PROTOCOL}://{uuid4().hex}", tmp_path)
-    for rows, filler in ((600, "x" * 4000), (20_000, "")):
-        draft = content.draft()
-        for number in range(rows):
-            draft.write(text_of(row(str(number), filler=filler)))
-        content.keep(draft, "in")
-        BufferedStorage.fetched.clear()
-        assert validate(content.path("in"), CHAT, {"demo"}, limits_of())[:3] == (rows, "demo", [])
-        assert max(BufferedStorage.fetched) <= BLOCK_BYTES
-        assert sum(BufferedStorage.fetched) == draft.size
-        assert len(BufferedStorage.fetched) <= draft.size / BLOCK_BYTES + 10
-        content.remove("in")
-
-
-def test_a_line_here_and_there_costs_little(tmp_path: Path) -> None:
-    content = content_at(f"{PROTOCOL}://{uuid4().hex}", tmp_path)
-    draft = content.draft()
-    draft.write(b"x" * 999 + b"\n")
-    for _ in range(5_000):
-        draft.write(b"y" * 999 + b"\n")
-    content.keep(draft, "in")
-    BufferedStorage.fetched.clear()
-    for number in range(5_000, 0, -500):
-        with content.path("in").open("rb") as file:
-            file.seek(number * 1000)
-            assert file.readline() == b"y" * 999 + b"\n"
-    with content.path("in").open("rb") as file:
-        assert file.readline() == b"x" * 999 + b"\n"
-    assert max(BufferedStorage.fetched) <= 2 * FIRST_BYTES
-
-
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda content: content.path("a").open("rb").readline(),
-        lambda content: [*content.pieces("a", 4)],
-    ],
-)
 def test_a_storage_that_fails_midway_is_an_error_of_the_system(
-    read: Callable[[Content[ObjectInput]], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     content = content_at(f"{PROTOCOL}://{uuid4().hex}", tmp_path)
     draft = content.draft()
@@ -87,7 +46,7 @@ def test_a_storage_that_fails_midway_is_an_error_of_the_system(
     content.keep(draft, "a")
     monkeypatch.setattr(BufferedStorage, "fails", True)
     with pytest.raises(OSError, match="can't be reached"):
-        read(content)
+        _ = [*content.pieces("a", 4)]
 
 
 def test_a_storage_that_is_not_known_is_told() -> None:
@@ -96,8 +55,8 @@ def test_a_storage_that_is_not_known_is_told() -> None:
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-async def test_a_batch_reads_its_input_three_times_at_most(cancelled: bool, tmp_path: Path) -> None:
-    """Once to validate it, once to send its rows, and once for those without a result."""
+async def test_a_batch_reads_its_input_twice_at_most(cancelled: bool, tmp_path: Path) -> None:
+    """Once to send its rows, and once for those without a result."""
     content = content_at(f"{PROTOCOL}://{uuid4().hex}", tmp_path)
     store = Store(tmp_path)
     text = text_of(*(row(str(number)) for number in range(1_500)))
@@ -122,7 +81,7 @@ async def test_a_batch_reads_its_input_three_times_at_most(cancelled: bool, tmp_
                 runner.notice()
             await all_ended(store, committed)
             runner.stop()
-    assert BufferedStorage.fetched_of["in"] <= (3 if cancelled else 2) * len(text)
+    assert BufferedStorage.fetched_of["in"] <= (2 if cancelled else 1) * len(text)
     store.close()
 
 

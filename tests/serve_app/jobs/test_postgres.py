@@ -15,7 +15,7 @@ from serve_app.system.database import DatabaseError
 from tests.progress import STILL_S
 from tests.serve_app.jobs import server
 from tests.serve_app.jobs.engine import Engine
-from tests.serve_app.jobs.helpers import batch_of, commits, file_of, row, text_of
+from tests.serve_app.jobs.helpers import batch_of, commits, file_of, on_disk, put, row, text_of
 from tests.serve_app.jobs.server import Server
 from tests.serve_app.jobs.test_service import get
 
@@ -65,9 +65,8 @@ async def test_batches_outlast_the_server(own: Server, tmp_path: Path) -> None:
     with commits() as committed:
         async with asyncio.timeout(LIMIT_S):
             service = await BatchService.open(settings, engine, {"demo"})
-            (tmp_path / "files" / "in").write_bytes(text_of(row("a"), row("b")))
             store = service._store
-            store.add_file(file_of("in", "default"))
+            put(store, on_disk(tmp_path, store.epoch), "in", text_of(row("a"), row("b")), "default")
             store.add_batch(batch_of("batch_1", "in", "default", expires_at=10**11), 1)
             await engine.until(lambda: engine.running == 2)
             await asyncio.to_thread(own.kill)

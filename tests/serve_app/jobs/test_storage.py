@@ -14,7 +14,7 @@ from serve_app.jobs.content import Content, Contents
 from serve_app.jobs.db import FILES
 from serve_app.jobs.errors import ContentLostError, TooManyError
 from serve_app.jobs.lines import answered
-from serve_app.jobs.plan import unsent
+from serve_app.jobs.plan import RowPlan
 from serve_app.jobs.storage import (
     add_file,
     close,
@@ -22,6 +22,7 @@ from serve_app.jobs.storage import (
     delete_noted,
     give_up,
     remove_expired,
+    unsent,
 )
 from serve_app.rows.rows import Result, Row
 from serve_app.system.database import DatabaseError
@@ -40,6 +41,8 @@ from tests.serve_app.jobs.helpers import (
     row,
     text_of,
 )
+
+NO_ROWS = RowPlan(b"", ())
 
 
 def test_files_are_deleted_when_their_time_is_over(tmp_path: Path) -> None:
@@ -95,7 +98,7 @@ def test_a_file_beyond_the_limits_leaves_no_content(tmp_path: Path) -> None:
     draft = content.draft()
     draft.write(b"12")
     with pytest.raises(TooManyError):
-        add_file(store, content, draft, file_of("in", size=2), limits_of(max_tenant_bytes=1))
+        add_file(store, content, draft, file_of("in", size=2), NO_ROWS, limits_of(max_tenant_bytes=1))
     assert ids_on_disk(content) == set()
     assert store.noted_contents() == []
     store.close()
@@ -122,7 +125,7 @@ def test_a_file_that_can_not_be_added_leaves_nothing_after_a_start(
 
     monkeypatch.setattr(failpoints, "hook", fail)
     with pytest.raises((OSError, DatabaseError)):
-        add_file(store, content, draft, file_of("in"), limits_of())
+        add_file(store, content, draft, file_of("in"), NO_ROWS, limits_of())
     monkeypatch.setattr(failpoints, "hook", None)
     assert store.files("anna").items == []
     assert (store.noted_contents() == []) is not (down and point.startswith("store"))
@@ -255,7 +258,7 @@ def test_results_are_written_once_whatever_the_commit_said(
     assert [b"".join(store.results("b", is_error)) for is_error in (False, True)] == [
         result.text for result in results
     ]
-    left = unsent(store, content, batch)
+    left = unsent(store, batch)
     assert left.take(content) == [Row(ROWS[2].line, ROWS[2].text.strip(), "demo")]
 
     close(store, content, store.move("b", "cancelling", NOW), NOW)

@@ -1,13 +1,13 @@
 """vLLM's `run_batch` reads the same input files, and writes the same lines."""
 
-from pathlib import Path
+from io import BytesIO
 
 import pytest
 from pydantic_core import to_json
 from vllm.entrypoints.launchers.run_batch import BatchRequestInput, BatchRequestOutput
 
 from serve_app.api.protocol import JSON
-from serve_app.jobs.intake import validate
+from serve_app.jobs.intake import check, read_rows
 from serve_app.jobs.lines import EXPIRED, answered, unrun
 from serve_app.rows.rows import Row
 from tests.serve_app.jobs.helpers import CHAT, limits_of, row, text_of
@@ -30,13 +30,12 @@ ANSWER: JSON = {
         ("/v1/score", {"model": "demo", "text_1": "a", "text_2": ["b", "c"]}),
     ],
 )
-def test_a_line_that_run_batch_takes_is_valid_here(url: str, body: JSON, tmp_path: Path) -> None:
+def test_a_line_that_run_batch_takes_is_valid_here(url: str, body: JSON) -> None:
     line = {"custom_id": "request-1", "method": "POST", "url": url, "body": body}
     assert BatchRequestInput.model_validate(line).custom_id == "request-1"
-    path = tmp_path / "in"
-    path.write_bytes(text_of(line))
-    found = validate(path, url, {"demo"}, limits_of())
-    assert (found.total, found.errors) == (1, [])
+    plan = read_rows(BytesIO(text_of(line)), limits_of())
+    assert len(plan) == 1
+    assert check(plan, url, {"demo"}, 1) == []
 
 
 def test_a_result_is_a_line_of_run_batch() -> None:
