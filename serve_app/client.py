@@ -3,9 +3,10 @@
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from ipaddress import ip_address
 from typing import Any, NamedTuple, Self, TypeVar
@@ -194,7 +195,9 @@ class _Address:
         if isinstance(error, httpx.ConnectError):
             reason = f"no service is there ({reason}); `saturate serve` starts one"
         elif isinstance(error, httpx.TimeoutException):
-            reason = f"no answer within {self.timeout.read or 0:g} s"
+            connects = isinstance(error, httpx.ConnectTimeout)
+            seconds = self.timeout.connect if connects else self.timeout.read
+            reason = f"no {'connection' if connects else 'answer'} within {seconds or 0:g} s"
         return ServiceError(f"{self.url}: {reason}", unreachable=True)
 
     def refusal(self, response: httpx.Response) -> ServiceError:
@@ -319,8 +322,23 @@ class Client(_Address):
         self.close()
 
 
+POOL_CALLS = 16
+"""Calls at once over one pool of connections: httpx's work per call grows with the square of their number."""
+
+
+@dataclass(slots=True)
+class _Pool:
+    """A pool of connections, and the number of calls that use it."""
+
+    http: httpx.AsyncClient
+    calls: int = 0
+
+
 class AsyncClient(_Address):
-    """A service behind a URL; an asynchronous context manager. See `Client`."""
+    """A service behind a URL; an asynchronous context manager. See `Client`.
+
+    The CPU of a call does not grow with the calls at once, whose number the caller bounds.
+    """
 
     def __init__(
         self,
@@ -333,18 +351,24 @@ class AsyncClient(_Address):
     ) -> None:
         super().__init__(url, api_key, timeout)
         self._sleep = sleep
-        self.http = httpx.AsyncClient(
+        self._pool = partial(
+            httpx.AsyncClient,
             base_url=self.url,
             headers=self.headers,
             timeout=self.timeout,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
             transport=transport,
+            # All pools share the certificates, which take 20 ms to read.
             **connection(self.url),
         )
+        self._pools: list[_Pool] = []
 
-    async def stats(self) -> ServiceStats:
-        """Return the statistics."""
-        return self.read(await self.ask("GET", "/stats"), ServiceStats)
+    async def stats(self, **options: Any) -> ServiceStats:
+        """Return the statistics; see `Client.stats`.
+
+        Args:
+            options: Options of the request, as httpx takes them.
+        """
+        return self.read(await self.ask("GET", "/stats", **options), ServiceStats)
 
     async def cards(self) -> list[Card]:
         """Return the models and adapters that the key may use.
@@ -364,7 +388,7 @@ class AsyncClient(_Address):
         tries = _Tries(retries)
         while True:
             try:
-                response = await self.http.request(method, path, **content)
+                response = await self.request(method, path, **content)
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 failure = self.unreachable(error)
             else:
@@ -373,9 +397,30 @@ class AsyncClient(_Address):
                 failure = self.refusal(response)
             await self._sleep(tries.wait_s(failure))
 
+    async def request(self, method: str, path: str, **content: Any) -> httpx.Response:
+        """Return the answer to a request, whatever its status; raise an httpx.HTTPError if there is none."""
+        async with self.stream(method, path, **content) as response:
+            await response.aread()
+        return response
+
+    @asynccontextmanager
+    async def stream(self, method: str, path: str, **content: Any) -> AsyncIterator[httpx.Response]:
+        """Yield the answer to a request as it comes; see `request`."""
+        pool = next((pool for pool in self._pools if pool.calls < POOL_CALLS), None)
+        if pool is None:
+            pool = _Pool(self._pool())
+            self._pools.append(pool)
+        pool.calls += 1
+        try:
+            async with pool.http.stream(method, path, **content) as response:
+                yield response
+        finally:
+            pool.calls -= 1
+
     async def close(self) -> None:
         """Close the connections."""
-        await self.http.aclose()
+        for pool in self._pools:
+            await pool.http.aclose()
 
     async def __aenter__(self) -> Self:
         return self

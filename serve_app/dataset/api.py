@@ -107,12 +107,6 @@ class APIRun:
     @classmethod
     def of(cls, options: SimpleNamespace, api_key: str | None) -> "APIRun":
         """Return the run of a command line."""
-        timeouts = httpx.Timeout(
-            connect=options.connect_timeout,
-            read=options.read_timeout,
-            write=options.write_timeout,
-            pool=options.pool_timeout,
-        )
         return cls(
             Path(options.input),
             options.output,
@@ -120,7 +114,7 @@ class APIRun:
             api_key=api_key,
             window=options.window,
             retries=options.retries,
-            timeouts=timeouts,
+            timeouts=timeouts(options),
             overwrite=options.overwrite,
             quiet=options.quiet,
         )
@@ -364,6 +358,16 @@ class APIRun:
     def _write_note(self, note: JSON) -> None:
         with written(self._note_path), drafted(self._note_path) as draft:
             draft.write_bytes(to_json(note))
+
+
+def timeouts(options: SimpleNamespace) -> httpx.Timeout:
+    """Return the timeouts of a command line, in seconds."""
+    return httpx.Timeout(
+        connect=options.connect_timeout,
+        read=options.read_timeout,
+        write=options.write_timeout,
+        pool=options.pool_timeout,
+    )
 
 
 def _endpoint(input: Path, line: bytes) -> str:

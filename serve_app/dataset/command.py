@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from serve_app.dataset.api import APIRun, errors_of
+from serve_app.dataset.api import APIRun, errors_of, timeouts
 from serve_app.dataset.errors import CommandError, DiskError
 from serve_app.dataset.formats import CorruptError
 from serve_app.dataset.options import (
@@ -289,10 +289,7 @@ class Session:
             options.url,
             model=options.model,
             api_key=self._api_key,
-            connect_s=options.connect_timeout,
-            read_s=options.read_timeout,
-            write_s=options.write_timeout,
-            pool_s=options.pool_timeout,
+            timeout=timeouts(options),
         )
 
 

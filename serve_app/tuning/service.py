@@ -5,7 +5,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import httpx
 
@@ -20,10 +20,6 @@ TOKENS = range(33, 127)
 
 CONNECT_S, SILENCE_S = 30.0, 600.0
 """Seconds to get a connection, and the longest silence of an answer: the service may load the model first."""
-
-POOL = 32
-"""Requests for which another HTTP client is made: one client takes 5 s to send 256 requests over as many idle
-connections."""
 
 TAIL = 4_096
 """Bytes at the end of an answer that are kept for its usage."""
@@ -146,14 +142,8 @@ class Service:
         clock: Callable[[], float] = time.perf_counter,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self._options: dict[str, Any] = {
-            "timeout": httpx.Timeout(CONNECT_S, read=SILENCE_S),
-            "transport": transport,
-        }
-        self._client = AsyncClient(url, api_key, **self._options)
-        self._key = api_key
-        self._pools = [self._client]
-        self._in_flight = 0
+        timeout = httpx.Timeout(CONNECT_S, read=SILENCE_S)
+        self._client = AsyncClient(url, api_key, timeout=timeout, transport=transport)
         self.url = self._client.url
         self.clock = clock
 
@@ -161,8 +151,7 @@ class Service:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        for pool in self._pools:
-            await pool.close()
+        await self._client.close()
 
     async def find(self, model: str | None) -> str:
         """Return the id of the model to measure.
@@ -237,10 +226,8 @@ class Service:
         Raises:
             ServiceError: The answer is an error, has no token, or broke off; `answer.failed` is set.
         """
-        http = self._pool().http
-        self._in_flight += 1
         try:
-            async with http.stream(
+            async with self._client.stream(
                 "POST",
                 ask.path,
                 json=ask.body,
@@ -257,8 +244,6 @@ class Service:
         except ServiceError:
             answer.failed, answer.ended_at = True, self.clock()
             raise
-        finally:
-            self._in_flight -= 1
 
     async def _read(self, response: httpx.Response, answer: LoadAnswer) -> None:
         """Read an answer to its end."""
@@ -276,10 +261,3 @@ class Service:
         answer.tokens = int(found[-1]) if found else 0
         if not answer.tokens or answer.first_at is None:
             raise ServiceError(f"{self.url}: an answer broke off, or has no token")
-
-    def _pool(self) -> AsyncClient:
-        """Return an HTTP client, another one for each `POOL` requests in flight."""
-        place = self._in_flight // POOL
-        if place >= len(self._pools):
-            self._pools.append(AsyncClient(self.url, self._key, **self._options))
-        return self._pools[min(place, len(self._pools) - 1)]

@@ -124,7 +124,7 @@ async def test_a_call_may_wait_longer_than_the_read_timeout(status: int) -> None
     service.release.clear()
     service.trouble = lambda body: None if status == 200 else failure(status)
     with listening(service) as url:
-        async with HTTPClient(url, read_s=SILENCE_S) as client:
+        async with HTTPClient(url, timeout=httpx.Timeout(SILENCE_S)) as client:
             call = asyncio.ensure_future(send(client, BODY | {"task_id": None}))
             async with asyncio.timeout(20 * SILENCE_S):
                 while service.spaces < 80 and not call.done():  # noqa: ASYNC110
