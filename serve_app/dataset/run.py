@@ -487,8 +487,10 @@ class Drive:
         if not self._turns:
             if self._check and len(reading):
                 await self._fill(reading)
+            # Asked before: the thread may add its last rows in between.
+            ended = reading.ended
             if not (window := reading.take(first=self._turns is None)):
-                return not reading.ended
+                return not ended
             if self._check:
                 check_columns(window[:CHECKED_ROWS])
                 self._check = False
