@@ -24,20 +24,14 @@ LEAST_CONTEXT = 2048
 CONTEXT_STEP = 1024
 """A context below the model's own limit is a multiple of this, in tokens."""
 
-TYPICAL_REQUEST = 256
-"""Tokens of a short request. The number of such requests that fit bounds the sequences in a step."""
-
-BIG_GPU, LARGE_GPU = 40_000_000_000, 70_000_000_000
-"""Bytes of a GPU with room for steps of 8,192 tokens, and of a GPU with room for 512 sequences."""
-
 BFLOAT16_FROM = 8.0
 """The lowest compute capability with bfloat16."""
 
 NO_FLOAT16 = {"gemma2", "gemma3", "gemma3_text", "glm4"}
 """Families that vLLM refuses to run in float16, since their values exceed its range."""
 
-CPU_SEQUENCES, CPU_STEP_TOKENS = 64, 4096
-"""Maximum sequences and tokens in a step on a CPU, as in configs/local.yaml."""
+CPU_SEQUENCES = 128
+"""vLLM's default of `max_num_seqs` on a CPU: a KV cache for more sequences stays empty."""
 
 USUAL_GPUS = 8
 """Maximum GPUs of a usual machine."""
@@ -59,8 +53,6 @@ class Choice:
         dtype: Type that the engine computes in; "auto" for quantised weights.
         utilization: Share of a GPU's memory for vLLM; None: the CPU.
         max_model_len: Longest prompt and answer together, in tokens.
-        max_num_seqs: Maximum sequences in a step.
-        max_num_batched_tokens: Maximum tokens in a step.
         tensor_parallel: GPUs that share the weights of a replica; 1 on the CPU.
         devices: GPUs of a replica; 0: the CPU.
         replicas: Copies of the model.
@@ -77,8 +69,6 @@ class Choice:
     dtype: str
     utilization: float | None
     max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
     tensor_parallel: int
     devices: int
     replicas: int
@@ -141,8 +131,6 @@ def choose(
         dtype=dtype,
         utilization=utilization,
         max_model_len=context,
-        max_num_seqs=given.get("max_num_seqs") or _sequences(gpu, sums.tokens),
-        max_num_batched_tokens=given.get("max_num_batched_tokens") or _step_tokens(gpu),
         tensor_parallel=parallel,
         devices=devices,
         replicas=replicas or most,
@@ -243,7 +231,8 @@ def _spread(
             f"engine.tensor_parallel_size {fixed or 1} with pipeline_parallel_size {stages} needs "
             f"{(fixed or 1) * stages} GPUs, and there are {count}"
         )
-    numbers = [fixed] if fixed else _parallels(wanted.architecture, count // stages)
+    # Slices of GPUs have no way to exchange data.
+    numbers = [fixed] if fixed else _parallels(wanted.architecture, 1 if gpu.is_slice else count // stages)
 
     def sums_of(number: int) -> MemorySums:
         return _own_cache(wanted.on_gpu(gpu.memory, utilization, number, stages), given)
@@ -259,8 +248,8 @@ def _spread(
         if sums_of(number).tokens >= _least_tokens(wanted.architecture, given)
     ]
     place = f"{number * stages} x {gpu.name}" if number * stages > 1 else f"one {gpu.name}"
-    more = f"{enough[0]} such GPUs" if enough else ""
-    if enough and enough[0] > USUAL_GPUS:
+    more = f"{enough[0]} such GPUs" if enough and not gpu.is_slice else ""
+    if more and enough[0] > USUAL_GPUS:
         more += ", on machines of one Ray cluster (RAY_ADDRESS)"
     raise _refusal(wanted, sums, given, place, more)
 
@@ -332,15 +321,3 @@ def _context(architecture: Architecture, tokens: int) -> int:
     if longest >= architecture.context:
         return architecture.context
     return longest // CONTEXT_STEP * CONTEXT_STEP
-
-
-def _sequences(gpu: UsableGPU | None, tokens: int) -> int:
-    most = CPU_SEQUENCES if gpu is None else 512 if gpu.memory >= LARGE_GPU else 256
-    # A power of two: vLLM captures graphs for such sizes.
-    return int(max(8, min(most, 1 << max(0, (tokens // TYPICAL_REQUEST).bit_length() - 1))))
-
-
-def _step_tokens(gpu: UsableGPU | None) -> int:
-    if gpu is None:
-        return CPU_STEP_TOKENS
-    return 8192 if gpu.memory >= BIG_GPU else 4096

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from serve_app.models.errors import ModelError
-from serve_app.system.gpus import GPU, VISIBLE, DriverError, read_devices, visible_gpus
+from serve_app.system.gpus import GPU, SLICE, VISIBLE, DriverError, read_devices, visible_gpus
 from serve_app.system.limits import available_cores, available_memory
 
 
@@ -19,12 +19,14 @@ class UsableGPU:
         memory: Bytes that programs can use.
         used: Bytes that other programs use.
         capability: CUDA compute capability, such as 8.9; None: unknown.
+        is_slice: Whether it is a slice of a GPU (MIG).
     """
 
     name: str
     memory: int
     used: int = 0
     capability: float | None = None
+    is_slice: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,25 +106,21 @@ def find_gpus(gpus: Sequence[GPU], visible: str | None) -> tuple[UsableGPU, ...]
     Raises:
         ModelError: The memory of a GPU is unknown.
     """
-    for name in (visible or "").split(","):
-        if gpus and name.strip().startswith("MIG-"):
-            raise ModelError(
-                f"{VISIBLE} names {name.strip()}, a slice of a GPU of unknown size; write a config with "
-                "engine.max_model_len and engine.gpu_memory_utilization (the page Configs)"
-            )
-    return tuple(_usable(gpu) for gpu in visible_gpus(gpus, visible))
+    # Ray counts whole GPUs: it hands out no more slices than those.
+    return tuple(_usable(gpu) for gpu in visible_gpus(gpus, visible)[: len(gpus)])
 
 
 def _usable(gpu: GPU) -> UsableGPU:
     """Return a GPU with the memory that a model can use."""
-    if gpu.is_divided:
+    if gpu.slices is not None:
+        there = ", ".join(f"{one.uuid} ({(one.total or 0) / 1e9:.1f} GB)" for one in gpu.slices) or "none"
         raise ModelError(
-            f"GPU {gpu.number} ({gpu.name}) is divided by MIG into slices of unknown size; write a config "
-            "with engine.max_model_len and engine.gpu_memory_utilization (the page Configs)"
+            f"GPU {gpu.number} ({gpu.name}) is divided by MIG; set {VISIBLE} to one of its slices: {there}"
         )
     if gpu.total is None:
         raise ModelError(
             f"GPU {gpu.number} ({gpu.name}) doesn't report its memory; write a config with "
             "engine.max_model_len and engine.gpu_memory_utilization (the page Configs)"
         )
-    return UsableGPU(gpu.name, gpu.total - gpu.reserved, gpu.used, gpu.capability)
+    is_slice = gpu.uuid.startswith(SLICE)
+    return UsableGPU(gpu.name, gpu.total - gpu.reserved, gpu.used, gpu.capability, is_slice)

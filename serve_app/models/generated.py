@@ -202,8 +202,6 @@ def _summary(choice: Choice) -> tuple[str, ...]:
         f"dtype      {choice.dtype}",
         f"context    max_model_len {choice.max_model_len:,}: "
         f"{context_reason(choice.architecture, choice.max_model_len, choice.sums.tokens)}",
-        f"step       max_num_seqs {choice.max_num_seqs}, max_num_batched_tokens "
-        f"{choice.max_num_batched_tokens:,}",
         f"spread     {spread}",
         f"parsers    tools: {parsers.tools or 'none known'}, reasoning: {parsers.reasoning or 'none'}",
     )

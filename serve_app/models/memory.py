@@ -14,7 +14,7 @@ RESERVE = 2_500_000_000
 """Bytes of a GPU beside weights and KV cache, for models of 1 to 100 billion parameters.
 
 1 GB: CUDA's context, the graphs that vLLM captures, and the buffers of collective calls. 1.5 GB: the
-activations of a step of 8,192 tokens, and the logits of up to 512 sequences in float32. vLLM measures the
+activations of a step of 8,192 tokens, and the logits of up to 1,024 sequences in float32. vLLM measures the
 real number at its start. The KV cache has room for several full contexts, which absorbs the difference.
 """
 

@@ -5,7 +5,7 @@ import re
 from serve_app.models.architecture import DTYPE_BYTES, Architecture
 from serve_app.models.choose import BFLOAT16_FROM, GOOD_CONTEXT, SEQUENCES, Choice
 from serve_app.models.memory import CPU_RESERVE, RESERVE, MemorySums, gb
-from serve_app.models.service import ONE_PROCESS, ServiceParts, described
+from serve_app.models.service import ONE_PROCESS, ServiceParts
 from serve_app.settings.models import EngineSettings
 from serve_app.system.yaml_text import Noted, Section
 
@@ -96,11 +96,6 @@ def _engine(choice: Choice) -> Section:
         choice.max_model_len,
         f"{_about('max_model_len')} Here: "
         f"{context_reason(choice.architecture, choice.max_model_len, sums.tokens)}.",
-    )
-    engine |= described(
-        EngineSettings,
-        max_num_seqs=choice.max_num_seqs,
-        max_num_batched_tokens=choice.max_num_batched_tokens,
     )
     if choice.utilization is None:
         engine |= _cpu(choice)

@@ -9,6 +9,10 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 """The environment variable with the GPUs that are visible to CUDA."""
 
 
+SLICE = "MIG-"
+"""Beginning of the UUID of a slice of a GPU."""
+
+
 class DriverError(Exception):
     """NVIDIA's driver is installed but fails; the message is the driver's."""
 
@@ -25,7 +29,7 @@ class GPU(NamedTuple):
         used: Bytes that programs use.
         free: Free bytes; None: not reported.
         capability: CUDA compute capability, such as 8.9; None: unknown.
-        is_divided: Whether MIG divides the GPU into slices.
+        slices: The slices into which MIG divides the GPU; None: it is whole, or a slice itself.
     """
 
     number: int
@@ -36,7 +40,7 @@ class GPU(NamedTuple):
     used: int = 0
     free: int | None = None
     capability: float | None = None
-    is_divided: bool = False
+    slices: "tuple[GPU, ...] | None" = None
 
 
 class GPUProcess(NamedTuple):
@@ -106,14 +110,18 @@ def visible_gpus(gpus: Sequence[GPU], names: str | None) -> list[GPU]:
 
     Args:
         gpus: All GPUs.
-        names: `CUDA_VISIBLE_DEVICES`: indexes, UUIDs or prefixes of UUIDs; None: all GPUs are visible.
+        names: `CUDA_VISIBLE_DEVICES`: indexes, UUIDs or prefixes of UUIDs, also of slices; None: all GPUs are
+            visible.
     """
     if names is None:
         return list(gpus)
     shown: list[GPU] = []
     for name in filter(None, (part.strip() for part in names.split(","))):
-        by_id = name.startswith("GPU-")
-        match = [gpu for gpu in gpus if (gpu.uuid.startswith(name) if by_id else str(gpu.number) == name)]
+        if name.startswith((SLICE, "GPU-")):
+            there = [one for gpu in gpus for one in (gpu, *(gpu.slices or ()))]
+            match = [gpu for gpu in there if gpu.uuid.startswith(name)]
+        else:
+            match = [gpu for gpu in gpus if str(gpu.number) == name]
         if len(match) != 1:
             break
         shown += match
@@ -139,8 +147,17 @@ def _gpu(nvml: Any, number: int, handle: Any) -> GPU:
         memory.used if memory else 0,
         memory and memory.free,
         float(f"{capability[0]}.{capability[1]}") if capability else None,
-        bool(divided and divided[0]),
+        _slices(nvml, number, handle) if divided and divided[0] else None,
     )
+
+
+def _slices(nvml: Any, number: int, handle: Any) -> tuple[GPU, ...]:
+    """Return the slices of a GPU; a driver lists places without a slice too."""
+    found = []
+    for place in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        with suppress(nvml.NVMLError):
+            found.append(_gpu(nvml, number, nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, place)))
+    return tuple(found)
 
 
 def _holders(nvml: Any, handle: Any) -> list[GPUProcess]:

@@ -128,10 +128,12 @@ def test_the_sums_are_those_of_the_device() -> None:
     assert sums.tokens == sums.kv_cache // 57_344
 
 
-def test_more_memory_means_larger_steps() -> None:
-    small, large = choose(QWEN, machine(L4), {}), choose(QWEN, machine(H100), {})
-    assert (small.max_num_seqs, small.max_num_batched_tokens) == (128, 4096)
-    assert (large.max_num_seqs, large.max_num_batched_tokens) == (512, 8192)
+def test_slices_of_gpus_hold_a_model_alone() -> None:
+    part = replace(H100, memory=H100.memory // 4, is_slice=True)
+    assert spread(choose(QWEN, machine(part, part), {})) == (1, 2)
+    assert "What would fit: a quantised variant" in refusal(
+        LLAMA, machine(*[replace(part, memory=16 * GB)] * 2)
+    )
 
 
 # A model that doesn't fit
@@ -194,10 +196,6 @@ def test_the_smallest_gpu_counts() -> None:
     ("options", "fields"),
     [
         ({"max_model_len": 4096}, {"max_model_len": 4096}),
-        (
-            {"max_num_seqs": 7, "max_num_batched_tokens": 999},
-            {"max_num_seqs": 7, "max_num_batched_tokens": 999},
-        ),
         ({"gpu_memory_utilization": 0.8}, {"utilization": 0.8}),
         ({"dtype": "half"}, {"dtype": "half"}),
         ({"tensor_parallel_size": 2}, {"tensor_parallel": 2, "replicas": 1, "devices": 2}),
@@ -272,13 +270,12 @@ def test_without_a_gpu_the_cpu_is_used() -> None:
     choice = choose(QWEN, machine(memory=64 * GB), {})
     assert (choice.devices, choice.replicas, choice.utilization) == (0, 1, None)
     assert choice.sums.kv_cache == CPU_KV_MOST
-    assert (choice.max_num_seqs, choice.max_num_batched_tokens) == (64, 4096)
 
 
 def test_a_cpu_keeps_no_more_memory_than_its_sequences_fill() -> None:
     tiny = ModelFiles("org/tiny", QWEN_7B | {"num_hidden_layers": 1, "max_position_embeddings": 1000}, GB)
     sums = choose(tiny, machine(memory=64 * GB), {}).sums
-    assert 64 * 1000 <= sums.tokens < 64 * 1000 + (64 << 20) // 2048
+    assert 128 * 1000 <= sums.tokens < 128 * 1000 + (64 << 20) // 2048
     assert choose(tiny, machine(memory=64 * GB), {"max_num_seqs": 2}).sums.kv_cache == 64 << 20
 
 
@@ -321,4 +318,3 @@ def test_a_choice_stays_within_the_machine(
     assert sums.weights * max(choice.devices, 1) >= weights * GB
     assert LEAST_CONTEXT <= choice.max_model_len <= config["max_position_embeddings"]
     assert SEQUENCES * choice.max_model_len <= sums.tokens
-    assert 8 <= choice.max_num_seqs <= 512

@@ -10,6 +10,7 @@ from serve_app.system.gpus import GPU
 
 MIB = 1 << 20
 L4 = GPU(0, "GPU-1111", "NVIDIA L4", 23034 * MIB, 471 * MIB, MIB, 22562 * MIB, 8.9)
+SLICE = GPU(0, "MIG-1aaa", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", 10_000 * MIB, 15 * MIB, MIB, MIB, 9.0)
 FOUR = [
     GPU(number, f"GPU-{number}aaa", "NVIDIA H100 80GB HBM3", 81559 * MIB, 520 * MIB, used * MIB, MIB, 9.0)
     for number, used in enumerate((1, 1, 40_000, 1))
@@ -29,15 +30,25 @@ def test_hidden_gpus_are_not_used() -> None:
 @pytest.mark.parametrize(
     ("gpu", "visible", "message"),
     [
-        (L4._replace(is_divided=True), None, "divided by MIG"),
-        (L4, "MIG-1234", "a slice of a GPU"),
+        (
+            L4._replace(slices=(SLICE,)),
+            None,
+            r"set CUDA_VISIBLE_DEVICES to one of its slices: MIG-1aaa \(10\.5 GB\)",
+        ),
+        (L4._replace(slices=()), None, "its slices: none"),
         (L4._replace(total=None), None, "doesn't report its memory"),
     ],
-    ids=["mig", "slice", "no memory"],
+    ids=["slices", "no slices", "no memory"],
 )
 def test_a_gpu_without_known_memory_is_refused(gpu: GPU, visible: str | None, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         find_gpus([gpu], visible)
+
+
+def test_a_slice_has_its_own_memory_and_ray_counts_whole_gpus() -> None:
+    other = SLICE._replace(uuid="MIG-2aaa")
+    (found,) = find_gpus([L4._replace(slices=(other, SLICE))], "MIG-1aaa,MIG-2aaa")
+    assert found == UsableGPU(SLICE.name, 9_985 * MIB, MIB, 9.0, True)
 
 
 def test_a_gpu_that_tells_no_capability_is_taken() -> None:

@@ -149,7 +149,7 @@ def test_a_cpu_has_the_settings_of_the_local_config(models: FakeHub) -> None:
     text = generated(QWEN, machine(cores=8), models, build="cpu").text
     local = content((ROOT / "configs/local.yaml").read_text())["applications"][0]
     engine = local["args"]["models"][0]["engine"]
-    same = ("max_num_seqs", "max_num_batched_tokens", "enforce_eager", "distributed_executor_backend")
+    same = ("enforce_eager", "distributed_executor_backend")
     assert {name: getattr(model(text).engine, name) for name in same} == {name: engine[name] for name in same}
     variables = content(text)["applications"][0]["runtime_env"]["env_vars"]
     assert "HF_HUB_OFFLINE" not in variables

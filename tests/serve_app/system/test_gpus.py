@@ -8,6 +8,7 @@ import pytest
 from serve_app.system.gpus import GPU, Devices, DriverError, GPUProcess, read_devices, visible_gpus
 
 MIB = 1 << 20
+MIG = {"nvmlDeviceGetMigMode", "nvmlDeviceGetMaxMigDeviceCount", "nvmlDeviceGetMigDeviceHandleByIndex"}
 
 
 class NVMLError(Exception):
@@ -52,13 +53,15 @@ class Library:
             "nvmlSystemGetDriverVersion": lambda: "570.86.15",
             "nvmlDeviceGetCount": lambda: 2,
             "nvmlDeviceGetHandleByIndex": lambda number: number,
-            "nvmlDeviceGetUUID": lambda number: f"GPU-{number}aaa",
-            "nvmlDeviceGetName": lambda number: ("NVIDIA H100 80GB HBM3", "NVIDIA GB10")[number],
+            "nvmlDeviceGetUUID": lambda number: f"{'MIG' if number == 2 else 'GPU'}-{number}aaa",
+            "nvmlDeviceGetName": lambda number: ("NVIDIA H100 80GB HBM3", "NVIDIA GB10", "MIG 1g")[number],
             "nvmlDeviceGetMemoryInfo": lambda number, version: SimpleNamespace(
                 total=81559 * MIB, reserved=520 * MIB, used=40000 * MIB, free=41039 * MIB
             ),
             "nvmlDeviceGetCudaComputeCapability": lambda number: (9, 0),
-            "nvmlDeviceGetMigMode": lambda number: (number, number),
+            "nvmlDeviceGetMigMode": lambda number: (number == 1, number),
+            "nvmlDeviceGetMaxMigDeviceCount": lambda number: 3,
+            "nvmlDeviceGetMigDeviceHandleByIndex": lambda number, place: (2,)[place],
             "nvmlDeviceGetComputeRunningProcesses": lambda number: [
                 SimpleNamespace(pid=77, usedGpuMemory=None)
             ],
@@ -66,8 +69,10 @@ class Library:
         }
 
         def answer(*arguments: Any) -> Any:
+            if arguments[1:] in ((1,), (2,)) and name == "nvmlDeviceGetMigDeviceHandleByIndex":
+                raise NVMLError("Not Found")
             known_by_all = {"nvmlDeviceGetHandleByIndex", "nvmlDeviceGetUUID", "nvmlDeviceGetName"}
-            if arguments[:1] == (1,) and name not in known_by_all | {"nvmlDeviceGetMigMode"}:
+            if arguments[:1] == (1,) and name not in known_by_all | MIG:
                 raise NVMLError("Not Supported")
             return answers[name](*arguments)
 
@@ -77,8 +82,9 @@ class Library:
 def test_all_that_the_driver_tells() -> None:
     library = Library()
     sizes = (81559 * MIB, 520 * MIB, 40000 * MIB, 41039 * MIB)
-    first = GPU(0, "GPU-0aaa", "NVIDIA H100 80GB HBM3", *sizes, 9.0, False)
-    second = GPU(1, "GPU-1aaa", "NVIDIA GB10", is_divided=True)
+    first = GPU(0, "GPU-0aaa", "NVIDIA H100 80GB HBM3", *sizes, 9.0)
+    part = GPU(1, "MIG-2aaa", "MIG 1g", *sizes, 9.0)
+    second = GPU(1, "GPU-1aaa", "NVIDIA GB10", slices=(part,))
     assert read_devices(library) == Devices(
         "570.86.15", (12, 8), (first, second), (GPUProcess(77, "python", None),)
     )
