@@ -69,7 +69,7 @@ def embedding_response(
         tokens: Cost of the texts.
 
     Raises:
-        RequestError: 400, the vectors don't have the requested length; 500, the results are no vectors. The
+        RequestError: 400, the vectors don't have the requested length; 500, the results are not vectors. The
             iterator raises the 500 too.
     """
     try:
@@ -106,4 +106,4 @@ def _base64(vector: Sequence[float]) -> str:
 
 
 def _no_vector(error: TypeError) -> RequestError:
-    return RequestError(500, "internal_error", f"The model's results are no vectors of numbers: {error}")
+    return RequestError(500, "internal_error", f"The model's results are not vectors of numbers: {error}")

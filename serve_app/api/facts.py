@@ -631,7 +631,7 @@ def _stated(
             except msgspec.ValidationError as error:
                 raise _refused(f"{name}: {str(error).lower().replace('`', '')}", name) from None
             except _ERRORS:
-                raise _refused(f"{name}: is no value that can be read", name) from None
+                raise _refused(f"{name}: the value can't be read", name) from None
             # NaN is in no bound.
             if bound is not None and not stated[name] <= bound.most:
                 found = bound.words.format(stated[name])
@@ -942,7 +942,7 @@ def _check_template(text: bytes) -> None:
             message = f"{name}: has the number {number:g}; at most {MAX_TEMPLATE_NUMBER} is allowed"
             raise _refused(message, name)
     except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError):
-        raise _refused(f"{name}: is no value that can be read", name) from None
+        raise _refused(f"{name}: the value can't be read", name) from None
 
 
 def _largest(value: Any) -> float:

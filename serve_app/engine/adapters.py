@@ -88,7 +88,7 @@ class AdapterFiles:
             location: A directory, a Hugging Face id, or a URL that fsspec knows.
 
         Raises:
-            AdapterError: The source can't be read, or is no adapter.
+            AdapterError: The source can't be read, or is not an adapter.
         """
         path = self._folder / str(next(self._numbers))
         try:
@@ -212,7 +212,7 @@ class AdapterFolder:
         """Return the adapters by their ids; only files that are new or have changed are read.
 
         Raises:
-            FolderError: The folder can't be read, or has a file that is no adapter.
+            FolderError: The folder can't be read, or has a file that is not an adapter.
         """
         known = {}
         with self._explained("can't be read"):
@@ -227,7 +227,7 @@ class AdapterFolder:
                         continue
                     except (ValidationError, AssertionError) as error:
                         raise FolderError(
-                            f"adapters_folder: {self._place} has a file that is no adapter: {error}"
+                            f"adapters_folder: {self._place} has a file that is not an adapter: {error}"
                         ) from None
                     before = details, adapter
                 known[path] = before

@@ -23,7 +23,7 @@ LAST_ANSWERS_S = 0.25
 """Seconds in which the requests of a dead engine are answered, before its process ends."""
 
 MOST_INTERVALS = 2
-"""Intervals that a late check counts as, at most: while this process didn't run either (it was busy, or the
+"""Maximum intervals that a late check stands for: while this process didn't run either (it was busy, or the
 machine slept), the engine's progress is unknown."""
 
 BOUND_S = 1.0

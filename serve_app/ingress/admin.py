@@ -311,7 +311,7 @@ class UsageReports:
                 raise RequestError(400, "invalid_request_error", message, param=name)
         form = fields.get("format", "json")
         if form not in TYPES:
-            message = f"format: {form!r} is no format of a report; take {' or '.join(TYPES)}"
+            message = f"format: {form!r} is not a format of a report; take {' or '.join(TYPES)}"
             raise RequestError(400, "invalid_request_error", message, param="format")
         # One argument for an option and its value: no value is taken for an option.
         options = [f"--{name}={value}" for name, value in (dict(fields) | {"format": form}).items()]

@@ -99,10 +99,10 @@ def read_limits(environment: Mapping[str, str] = os.environ, allowed: int = -1) 
         try:
             ip_network(one, strict=False)
         except ValueError:
-            raise ValueError(f"{TRUSTED}: {one!r} is no address and no range such as 10.0.0.0/8") from None
+            raise ValueError(f"{TRUSTED}: {one!r} is not an address or a range such as 10.0.0.0/8") from None
     host = environment.get(STATISTICS_HOST) or "127.0.0.1"
     if not re.fullmatch(r"\*|[0-9A-Za-z.:-]+", host):
-        raise ValueError(f"{STATISTICS_HOST}: {host!r} is no address; 127.0.0.1, or * for all interfaces")
+        raise ValueError(f"{STATISTICS_HOST}: {host!r} is not an address; take 127.0.0.1, or * for all")
     # One address can't take what all the others need.
     per_address = _number(environment, PER_ADDRESS, number // 4, 0)
     request_s = _number(environment, REQUEST_S, 30, 1)
@@ -250,7 +250,7 @@ def _frontend_lines(limits: ProxyLimits) -> list[str]:
 def _number(environment: Mapping[str, str], name: str, default: int, least: int) -> int:
     text = environment.get(name) or str(default)
     if not text.isdecimal() or int(text) < least:
-        raise ValueError(f"{name}: {text!r} is no number from {least:,} on")
+        raise ValueError(f"{name}: {text!r} is not a whole number of {least:,} or more")
     return int(text)
 
 

@@ -31,12 +31,12 @@ def read_file(path: Path) -> JSON:
         raise ConfigFileError(f"{path}: {error}") from None
     apps = content.get("applications") if isinstance(content, dict) else None
     if not isinstance(apps, list):
-        raise ConfigFileError(f"{path}: this is no config of Ray Serve: it has no list `applications`")
+        raise ConfigFileError(f"{path}: this is not a config of Ray Serve: it has no list `applications`")
     for number, app in enumerate(apps):
         if not isinstance(app, dict):
             raise ConfigFileError(
-                f"{path}: applications[{number}]: must be a mapping, not {app!r:.60}; this is no config of "
-                f"Ray Serve"
+                f"{path}: applications[{number}]: must be a mapping, not {app!r:.60}; this is not a config "
+                f"of Ray Serve"
             )
     found: JSON = content
     return found

@@ -44,7 +44,7 @@ class Number(click.FloatRange):
             self.fail(f"{value!r} is more than {self.max:,.0f}.", param, ctx)
         number = float(super().convert(number, param, ctx))
         if not math.isfinite(number):
-            self.fail(f"{value!r} is no number in the range {self._describe_range()}.", param, ctx)
+            self.fail(f"{value!r} is not a number in the range {self._describe_range()}.", param, ctx)
         return number
 
 

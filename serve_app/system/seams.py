@@ -39,7 +39,7 @@ def load(seams: Mapping[str, Seam], name: str) -> Any:
         AttributeError: The table hasn't the name, or the library hasn't.
     """
     if name not in seams:
-        raise AttributeError(f"{name!r} is no name of this table")
+        raise AttributeError(f"{name!r} is not in this table")
     for module in filter(None, (seams[name].module, seams[name].before)):
         try:
             holder = importlib.import_module(module)

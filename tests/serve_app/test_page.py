@@ -74,7 +74,7 @@ def test_a_chat_is_streamed_with_its_settings_and_tells_its_usage(serve: Any, vi
     service.hold_chats()
     page = visit(service).open()
     page.get_by_label("System prompt").fill("Be brief.")
-    for label, value in {"Temperature": "0.5", "Most tokens": "64", "Top p": "0.9", "Seed": "7"}.items():
+    for label, value in {"Temperature": "0.5", "Maximum tokens": "64", "Top p": "0.9", "Seed": "7"}.items():
         page.get_by_label(label, exact=True).fill(value)
     page.get_by_label("Stop texts").fill("END\n\\n")
     page.get_by_label("Priority tier").select_option("flex")

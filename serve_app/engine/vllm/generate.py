@@ -125,7 +125,7 @@ class Texts:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            message = f"the prompt is no text: {error.reason} at character {error.start}"
+            message = f"the prompt is not a valid text: {error.reason} at character {error.start}"
             return RequestError(400, "invalid_request_error", message)
         return None
 

@@ -60,7 +60,7 @@ def zero_new_blocks() -> None:
     from serve_app.engine.vllm.seams import KVCacheConfig
 
     if not isinstance(vars(KVCacheConfig)["needs_kv_cache_zeroing"], property):
-        raise RuntimeError("KVCacheConfig.needs_kv_cache_zeroing is no property in this vLLM")
+        raise RuntimeError("KVCacheConfig.needs_kv_cache_zeroing is not a property in this vLLM")
     KVCacheConfig.needs_kv_cache_zeroing = property(lambda _: True)
 
 

@@ -757,7 +757,7 @@ async function loadUse(signal) {
     return false;
   });
   const who = admin ? "This key is an administrator's: it sees all keys and tenants." : key
-    ? "This key sees its own quotas and use, and those of its tenant." : "Without an API key, the page shows the use of all tenants.";
+    ? "This key sees the quotas and the use of itself and of its tenant." : "Without an API key, the page shows the use of all tenants.";
   put(byId("own-note"), `${who} ${found.quotas?.error || (any ? "" : "No quota limits them.")}`);
   byId("own").append(ownLimits.root, ownUse.root);
   ownLimits.update(LIMITS, limitRows(found.quotas, () => true));

@@ -106,7 +106,7 @@ def test_no_plan_has_an_exit_code_and_the_best_that_was_seen() -> None:
         ),
         ({"device": "~no user/gpu.yaml"}, "--device: '~no user/gpu.yaml' is neither a device"),
         ({"rate": 0}, "--rate: 0.0 is not in the range"),
-        ({"rate": "nan"}, "--rate: 'nan' is no number in the range"),
+        ({"rate": "nan"}, "--rate: 'nan' is not a number in the range"),
         ({"rate": "1e7"}, "--rate: '1e7' is more than 1,000,000"),
         ({"rate": "inf"}, "--rate: inf is not in the range"),
         ({"prefix_share": 2}, "--prefix-share: 2.0 is not in the range"),

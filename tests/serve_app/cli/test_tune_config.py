@@ -91,7 +91,7 @@ def test_a_service_on_this_machine_is_found_by_its_port(dashboard: Play) -> None
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("", "this is no config of Ray Serve: it has no list `applications`"),
+        ("", "this is not a config of Ray Serve: it has no list `applications`"),
         ("a: [\n", "this is not YAML: expected the node content"),
         (b"\xff\xfe", "this is not UTF-8"),
         ("applications: [llm]", "applications[0]: must be a mapping, not 'llm'"),

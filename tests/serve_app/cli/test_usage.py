@@ -135,7 +135,7 @@ def test_a_config_without_a_ledger_is_told(tmp_path: Path, usage: Any, message: 
 def test_a_file_that_is_no_config_is_told(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("applications: [1]")
-    assert "is no config of Ray Serve" in ask("--config", path).output
+    assert "is not a config of Ray Serve" in ask("--config", path).output
 
 
 def test_the_help_teaches() -> None:

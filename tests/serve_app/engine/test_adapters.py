@@ -300,7 +300,7 @@ def test_a_file_of_something_else_is_an_error_that_names_the_folder(tmp_path: Pa
     folder.write("words", WORDS)
     (tmp_path / "demo" / "other.json").write_text('{"source": 7}')
     for _ in range(2):
-        with pytest.raises(FolderError, match=r"adapters_folder: .*no adapter"):
+        with pytest.raises(FolderError, match=r"adapters_folder: .*not an adapter"):
             folder.read()
 
 

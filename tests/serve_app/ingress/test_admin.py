@@ -145,7 +145,7 @@ async def test_a_report_has_the_sums_as_json_or_csv(reported: Path) -> None:
         ({"by": " ,"}, "by: names no column; use some of tenant, key"),
         ({"since": "--help"}, "since: '--help' is not a time"),
         ({"since": "1d", "until": "2d"}, "until must be later"),
-        ({"format": "table"}, "format: 'table' is no format of a report; take json or csv"),
+        ({"format": "table"}, "format: 'table' is not a format of a report; take json or csv"),
         ({"config": "/etc/passwd"}, "config: unknown parameter; known are by, since"),
         ({"since": "7d\0"}, "since: must not have a NUL"),
     ],
