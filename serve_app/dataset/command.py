@@ -2,9 +2,11 @@
 
 import asyncio
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -285,12 +287,20 @@ class Session:
             from serve_app.rows.handle import HandleClient
 
             return HandleClient(options.app, options.model)
+        _allow_connections()
         return HTTPClient(
             options.url,
             model=options.model,
             api_key=self._api_key,
             timeout=timeouts(options),
         )
+
+
+def _allow_connections() -> None:
+    """Raise the limit of open files as far as allowed: each row in flight has a connection."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _failure_of(step: Callable[[], None], before: RunError | None = None) -> RunError | None:

@@ -51,9 +51,13 @@ def batch(*arguments: object) -> int:
     return int(ended.value.code or 0)
 
 
-def start(*arguments: object) -> "subprocess.Popen[str]":
+def start(*arguments: object, shell: str = ":") -> "subprocess.Popen[str]":
+    """Start the command, behind a command of the shell."""
     return subprocess.Popen(
-        [sys.executable, "-m", "serve_app.cli", "batch", *map(str, arguments)],
+        [
+            *("sh", "-c", f'{shell}; exec "$@"', "sh"),
+            *(sys.executable, "-m", "serve_app.cli", "batch", *map(str, arguments)),
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -105,6 +109,22 @@ def test_failed_rows_are_in_the_output_and_set_the_exit_code(
     assert done[7]["result"] is None
     assert batch(questions, tmp_path / name, "--url", url) == 3, "a finished run has the same exit code again"
     assert len(service.calls) == 100
+
+
+def test_each_row_in_flight_has_a_connection(
+    tmp_path: Path, questions: Path, url: str, service: FakeService
+) -> None:
+    service.release.clear()
+    out = tmp_path / "out.jsonl"
+    driver = start(questions, out, "--url", url, "--concurrency", 100, shell="ulimit -Sn 64")
+    try:
+        wait_until(lambda: len(service.calls) == 100)
+        service.release.set()
+        assert driver.wait(LIMIT_S) == 0
+    finally:
+        driver.kill()
+        driver.communicate()
+    assert len(service.calls) == len(rows(out)) == 100
 
 
 def test_options_reach_the_service(tmp_path: Path, questions: Path, url: str, service: FakeService) -> None:
