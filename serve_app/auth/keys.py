@@ -10,13 +10,13 @@ import re
 import secrets
 from collections.abc import Sequence
 from datetime import UTC, date, datetime, time
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, PlainValidator, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, PlainValidator, TypeAdapter, ValidationError, model_validator
 
 from serve_app.api.protocol import JSON, Flag
 from serve_app.api.scheduling import TIER_PRIORITY, Tenant
-from serve_app.api.validation import field_path, suggestion
+from serve_app.api.validation import lines
 from serve_app.settings.addresses import Network
 from serve_app.settings.batches import BatchLimits
 from serve_app.settings.fields import ServedId, Strict, Weight
@@ -117,6 +117,15 @@ class Key(Strict):
         default=None, description="Limits on files and batches, in place of the limits in `args.batches`."
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _has_its_limits_in_a_quota(cls, fields: Any) -> Any:
+        for name in sorted(Quota.model_fields.keys() & (fields if isinstance(fields, dict) else {})):
+            raise ValueError(
+                f"{name}: is a limit of the key's `quota`, for all replicas together: quota: {{{name}: …}}"
+            )
+        return fields
+
     @property
     def expires_at(self) -> float:
         """Seconds since the epoch at which the secret becomes invalid; infinity: never."""
@@ -154,14 +163,8 @@ _KEYS = TypeAdapter(list[Key])
 _PLAIN = re.compile(r"sk-[A-Za-z0-9_-]{43}")
 """A key as `new_key` makes it."""
 
-_FIELD = re.compile(r"(?!sk-)[A-Za-z_ -]{1,30}")
-"""An unknown field that is safe to quote. Any other text may be a key in the wrong place."""
-
 _QUOTED = re.compile(r"\b(alias|anchor|tag|handle) '.*", re.DOTALL)
 """The end of a YAML error, which quotes text that may be a key after a sign of YAML."""
-
-_SECTIONS: dict[int | str, type[Strict]] = {"quota": Quota, "batches": BatchLimits}
-"""The fields of a key that are objects."""
 
 
 def hash_key(key: bytes) -> str:
@@ -228,8 +231,7 @@ def read_keys(text: str, source: str) -> list[Key]:
     try:
         keys = _KEYS.validate_python(content)
     except ValidationError as error:
-        lines = [_describe(item["loc"], item["type"], item["msg"]) for item in error.errors()]
-        raise SettingsError(f"{source}: " + "; ".join(lines)) from None
+        raise SettingsError(f"{source}: {'; '.join(lines(error, list[Key], secret=True))}") from None
     check_together(keys, [f"[{number}]" for number in range(len(keys))], source)
     return keys
 
@@ -257,15 +259,3 @@ def expired_keys(keys: Sequence[Key], now: float) -> list[str]:
         for number, key in enumerate(keys)
         if key.expires and key.expires_at <= now
     ]
-
-
-def _describe(place: tuple[int | str, ...], type: str, message: str) -> str:
-    if type == "extra_forbidden":
-        fields = _SECTIONS.get(place[-2], Key).model_fields
-        known = suggestion(str(place[-1]), fields, "`saturate schema` has them all", "allowed are")
-        message = f"unknown field{known}"
-        if len(place) == 2 and place[-1] in Quota.model_fields:
-            message = f"is a limit of the key's `quota`, for all replicas together: quota: {{{place[-1]}: …}}"
-        if not _FIELD.fullmatch(str(place[-1])):
-            place = place[:-1]
-    return f"{field_path(place)}: {message.removeprefix('Value error, ')}"

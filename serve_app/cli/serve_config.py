@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import ValidationError
 from ray.serve.schema import RayActorOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
-from serve_app.api.validation import is_port, suggestion
+from serve_app.api.validation import is_port, lines, suggestion
 from serve_app.auth.key_store import KeyStore
 from serve_app.cli.errors import ConfigError
 from serve_app.ingress import haproxy
@@ -15,7 +15,6 @@ from serve_app.ingress.status import BATCHES, QUOTAS, engine_name
 from serve_app.settings.completion import complete_config
 from serve_app.settings.config_file import IMPORT_PATH
 from serve_app.settings.environment import HARD_STOP
-from serve_app.settings.messages import plain_errors
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.schema import Settings, parse
 from serve_app.settings.user_config import parse_user_config
@@ -60,7 +59,7 @@ def read_config(path: Path) -> ServeDeploySchema:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except ValidationError as error:
-        raise ConfigError(f"{path}: {plain_errors(error)}") from None
+        raise ConfigError(f"{path}: {'; '.join(lines(error, ServeDeploySchema))}") from None
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from None
     return config

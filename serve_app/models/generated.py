@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 from ray.serve.schema import ServeDeploySchema
 
+from serve_app.api.validation import lines
 from serve_app.models.choose import GOOD_CONTEXT, SEQUENCES, Choice, choose
 from serve_app.models.demo import NAME, demo_service
 from serve_app.models.devices import Machine
@@ -18,7 +19,6 @@ from serve_app.models.model_service import context_reason, model_service, servic
 from serve_app.models.overrides import Override, check, engine_options, value_at
 from serve_app.models.service import ServeConfig, ServiceParts, serve_config, service_url
 from serve_app.models.source import read_source
-from serve_app.settings.messages import plain_errors
 from serve_app.settings.schema import SettingsError, parse
 from serve_app.system import distribution
 from serve_app.system.yaml_text import load, put
@@ -153,7 +153,8 @@ def _checked(config: ServeConfig) -> str:
     except SettingsError as error:
         raise OptionError(str(error)) from None
     except ValidationError as error:
-        raise OptionError(f"Ray Serve refuses a value that was set: {plain_errors(error)}") from None
+        reasons = "; ".join(lines(error, ServeDeploySchema))
+        raise OptionError(f"Ray Serve refuses a value that was set: {reasons}") from None
     return text
 
 

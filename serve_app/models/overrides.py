@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import types
 import typing
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
@@ -15,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from serve_app.api.protocol import JSON
-from serve_app.api.validation import is_port, suggestion
+from serve_app.api.validation import is_port, kinds, sections, suggestion
 from serve_app.models.errors import OptionError
 from serve_app.settings.models import EngineSettings, LLMSettings
 from serve_app.settings.schema import Settings, SettingsError, parse
@@ -182,14 +181,14 @@ def check(overrides: Iterable[Override]) -> None:
     Raises:
         OptionError: A value is wrong; the message has a line per mistake.
     """
-    sections = _sections(overrides)
+    parts = _sections(overrides)
     # Fields that the schema requires; a generated config has them too.
-    model = {"id": "model", "source": "model"} | sections["model"]
-    batches = sections["args"].setdefault("batches", {})
+    model = {"id": "model", "source": "model"} | parts["model"]
+    batches = parts["args"].setdefault("batches", {})
     if isinstance(batches, dict):
         batches.setdefault("folder", "~/batches")
     try:
-        parse({"models": [model]} | sections["args"])
+        parse({"models": [model]} | parts["args"])
     except SettingsError as error:
         raise OptionError(str(error)) from None
 
@@ -247,16 +246,16 @@ def _annotation(schema: type[BaseModel], place: Sequence[str], written: str) -> 
     """
     kind: Any = schema
     for key in place:
-        sections = [k for k in _kinds(kind) if isinstance(k, type) and issubclass(k, BaseModel)]
-        if not sections:
-            if dict in {typing.get_origin(k) or k for k in _kinds(kind)}:
+        models = sections(kind)
+        if not models:
+            if dict in {typing.get_origin(k) or k for k in kinds(kind)}:
                 return None
             raise OptionError(f"{written}: there is nothing below {key!r}")
-        if key not in sections[0].model_fields:
-            if sections[0].model_config.get("extra") == "allow":
+        if key not in models[0].model_fields:
+            if models[0].model_config.get("extra") == "allow":
                 return None
-            raise OptionError(_unknown_key(written, key, sections[0].model_fields))
-        kind = sections[0].model_fields[key].annotation
+            raise OptionError(_unknown_key(written, key, models[0].model_fields))
+        kind = models[0].model_fields[key].annotation
     return kind
 
 
@@ -264,20 +263,10 @@ def _unknown_key(written: str, key: str, names: Iterable[str]) -> str:
     return f"{written}: there is no {key!r}{suggestion(key, sorted(names), '`saturate schema` has them all')}"
 
 
-def _kinds(annotation: Any) -> list[Any]:
-    """Return the types that an annotation allows, without None and pydantic's metadata."""
-    origin = typing.get_origin(annotation)
-    if origin is typing.Annotated:
-        return _kinds(typing.get_args(annotation)[0])
-    if origin in (typing.Union, types.UnionType):
-        return [kind for part in typing.get_args(annotation) for kind in _kinds(part)]
-    return [] if annotation is type(None) else [annotation]
-
-
 def _value(text: str, annotation: Any, written: str) -> Any:
     """Return the value of a text: parsed as YAML, unless only text is allowed."""
-    kinds = _kinds(annotation) if annotation is not None else []
-    if text and kinds == [str] and text != "null":
+    allowed = kinds(annotation) if annotation is not None else []
+    if text and allowed == [str] and text != "null":
         return text
     return _yaml(text, written)
 

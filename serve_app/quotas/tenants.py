@@ -6,7 +6,7 @@ import logging
 from pydantic import TypeAdapter, ValidationError
 
 from serve_app.api.scheduling import Tenant
-from serve_app.api.validation import field_path, suggestion
+from serve_app.api.validation import lines
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.usage import Quota, QuotasSettings
 from serve_app.settings.watched_file import WatchedFile
@@ -36,15 +36,8 @@ def read_quotas(text: str, source: str) -> dict[str, Quota]:
     try:
         return _QUOTAS.validate_python(content)
     except ValidationError as error:
-        lines = []
-        for item in error.errors():
-            path = field_path(item["loc"])
-            if item["type"] == "extra_forbidden":
-                known = suggestion(str(item["loc"][-1]), Quota.model_fields, few="allowed are")
-                lines.append(f"{path}: unknown key{known}")
-            else:
-                lines.append(f"{path}: {item['msg'].removeprefix('Value error, ')}, not {item['input']!r}")
-        raise SettingsError(f"{source}: " + "; ".join(lines)) from None
+        found = "; ".join(lines(error, dict[Tenant, Quota]))
+        raise SettingsError(f"{source}: {found}") from None
 
 
 class TenantQuotas:

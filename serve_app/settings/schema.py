@@ -9,32 +9,15 @@ from pydantic import (
     model_validator,
 )
 
-from serve_app.api.protocol import SamplingFields
-from serve_app.settings.adapters import AdapterSettings, adapters_by_id
+from serve_app.api.validation import lines
+from serve_app.settings.adapters import adapters_by_id
 from serve_app.settings.batches import BatchesSettings
 from serve_app.settings.fields import Group, Strict
 from serve_app.settings.ingress import AccessSettings, IngressSettings
-from serve_app.settings.messages import describe_errors
-from serve_app.settings.models import (
-    BatcherSettings,
-    EngineSettings,
-    FunctionBatcherSettings,
-    FunctionSettings,
-    GoalSettings,
-    LLMSettings,
-    ModelSettings,
-)
-from serve_app.settings.telemetry import TelemetrySettings, TraceSettings
+from serve_app.settings.models import LLMSettings, ModelSettings
+from serve_app.settings.telemetry import TelemetrySettings
 from serve_app.settings.turns import ShareSettings, check_memory
-from serve_app.settings.usage import (
-    NO_USAGE,
-    LedgerSettings,
-    PriceSettings,
-    Quota,
-    QuotasSettings,
-    UsageSettings,
-)
-from serve_app.simulation.profiles import Profile
+from serve_app.settings.usage import NO_USAGE, UsageSettings
 
 
 class SettingsError(ValueError):
@@ -125,29 +108,12 @@ def parse(args: dict[str, Any]) -> Settings:
     try:
         return Settings.model_validate(args)
     except ValidationError as error:
-        raise SettingsError(describe_errors(error, _SECTIONS)) from None
+        raise SettingsError(described(error, Settings, "args")) from None
 
 
-_SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {
-    (): Settings,
-    ("models", "llm"): LLMSettings,
-    ("models", "llm", "engine"): EngineSettings,
-    ("models", "llm", "batcher"): BatcherSettings,
-    ("models", "llm", "batcher", "goals"): GoalSettings,
-    ("models", "llm", "sampling"): SamplingFields,
-    ("models", "llm", "simulate"): Profile,
-    ("models", "llm", "adapters"): AdapterSettings,
-    ("models", "function"): FunctionSettings,
-    ("models", "function", "batcher"): FunctionBatcherSettings,
-    ("ingress",): IngressSettings,
-    ("access",): AccessSettings,
-    ("telemetry",): TelemetrySettings,
-    ("telemetry", "traces"): TraceSettings,
-    ("batches",): BatchesSettings,
-    ("usage",): UsageSettings,
-    ("usage", "ledger"): LedgerSettings,
-    ("usage", "prices", "*"): PriceSettings,
-    ("usage", "quotas"): QuotasSettings,
-    ("usage", "quotas", "tenants", "*"): Quota,
-    ("share_groups", "*"): ShareSettings,
-}
+def described(error: ValidationError, kind: type[BaseModel], part: str) -> str:
+    """Return the errors about a part of a config: their number, and a line for each."""
+    found = lines(error, kind, part)
+    count = f"{len(found)} mistake{'s' if len(found) > 1 else ''}"
+    verb = "have" if part.endswith("s") else "has"
+    return f"the config's {part} {verb} {count}:\n  " + "\n  ".join(found)

@@ -1,13 +1,12 @@
 """The `user_config` of an Engine's deployment: settings that change while the Engine runs."""
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from serve_app.api.protocol import JSON
 from serve_app.settings.adapters import AdapterSettings
 from serve_app.settings.fields import Positive, Strict, Weights
-from serve_app.settings.messages import describe_errors
 from serve_app.settings.models import GoalSettings
-from serve_app.settings.schema import SettingsError
+from serve_app.settings.schema import SettingsError, described
 
 
 class BatcherUserConfig(Strict):
@@ -43,12 +42,4 @@ def parse_user_config(user_config: JSON) -> UserConfig:
     try:
         return UserConfig.model_validate(user_config)
     except ValidationError as error:
-        raise SettingsError(describe_errors(error, _SECTIONS, "user_config")) from None
-
-
-_SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {
-    (): UserConfig,
-    ("batcher",): BatcherUserConfig,
-    ("batcher", "goals"): GoalSettings,
-    ("adapters",): AdapterSettings,
-}
+        raise SettingsError(described(error, UserConfig, "user_config")) from None

@@ -42,7 +42,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from serve_app.api.validation import field_path, suggestion
+from serve_app.api.validation import lines
 from serve_app.system.yaml_text import NotYAMLError, load
 
 BLOCK = 16
@@ -274,22 +274,4 @@ def read_profile(value: Any) -> Any:
     try:
         return Profile.model_validate(content)
     except ValidationError as error:
-        raise ValueError("; ".join(f"{value}: {line}" for line in _lines(error))) from None
-
-
-def _lines(error: ValidationError) -> list[str]:
-    lines = []
-    for item in error.errors():
-        path = field_path(item["loc"])
-        match item["type"]:
-            case "missing":
-                lines.append(f"{path}: required, but missing")
-            case "extra_forbidden":
-                known = suggestion(str(item["loc"][-1]), Profile.model_fields, few="allowed here:")
-                lines.append(f"{path}: unknown key{known}")
-            case "value_error":
-                lines.append(str(item["ctx"]["error"]))
-            case _:
-                what = f"{item['msg']}, not {item['input']!r}"
-                lines.append(f"{path}: {what}" if path else what)
-    return lines
+        raise ValueError("; ".join(f"{value}: {line}" for line in lines(error, Profile))) from None

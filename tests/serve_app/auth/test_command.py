@@ -164,7 +164,7 @@ def test_a_right_file_passes_with_warnings(file: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (ENTRIES.replace("tenant: x", "tenants: x"), "[2].tenants: unknown field; did you mean tenant?"),
+        (ENTRIES.replace("tenant: x", "tenants: x"), "[2].tenants: unknown key; did you mean tenant?"),
         (ENTRIES.replace("10.0.0.0/8", "10.0.0.0/80"), "[1].allow_from[0]: must be an address"),
         (
             ENTRIES.replace("d" * 64, "b" * 64),

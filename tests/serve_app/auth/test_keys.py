@@ -61,7 +61,7 @@ def test_yaml_and_json_are_read_alike_and_limits_default_to_none() -> None:
         ({"tiers": ["best"]}, "[0].tiers[0]: "),
         ({"quota": {"requests_per_minute": 0}}, "[0].quota.requests_per_minute: "),
         ({"quota": {"max_concurrency": "5"}}, "[0].quota.max_concurrency: "),
-        ({"requests_per_minute": 5}, "[0].requests_per_minute: is a limit of the key's `quota`, for all"),
+        ({"requests_per_minute": 5}, "[0]: requests_per_minute: is a limit of the key's `quota`, for all"),
         ({"sha256": [HASH]}, "[0].sha256: "),
         ({"sha256": 7}, "[0].sha256: "),
         ({"models": []}, "[0].models: "),
@@ -78,10 +78,10 @@ def test_yaml_and_json_are_read_alike_and_limits_default_to_none() -> None:
         ({"expires": "0001-01-01T00:00:00+14:00"}, "[0].expires: must be a date"),
         ({"disabled": "yes"}, "[0].disabled: "),
         ({"admin": 1}, "[0].admin: "),
-        ({"quota": {"tokens": 5}}, "[0].quota.tokens: unknown field; allowed are tokens_per_minute, "),
+        ({"quota": {"tokens": 5}}, "[0].quota.tokens: unknown key; allowed here: tokens_per_minute, "),
         ({"quota": {"tokens_per_day": -5}}, "[0].quota.tokens_per_day: "),
-        ({"batches": {"max_open": 5}}, "[0].batches.max_open: unknown field; allowed are max_file_bytes"),
-        ({"key": SECRET}, "[0].key: unknown field; `saturate schema` has them all"),
+        ({"batches": {"max_open": 5}}, "[0].batches.max_open: unknown key; allowed here: max_file_bytes"),
+        ({"key": SECRET}, "[0].key: unknown key; `saturate schema` has them all"),
     ],
 )
 def test_an_error_has_its_place_and_not_its_value(change: dict[str, Any], words: str) -> None:

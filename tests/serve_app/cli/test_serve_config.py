@@ -109,7 +109,7 @@ def test_keys_that_can_not_be_read_are_a_mistake_of_the_config(tmp_path: Path) -
     content = config(access={"keys_file": str(keys)})
     assert f"access.keys_file ({keys}): No such file or directory" in problem(write(tmp_path, content))
     keys.write_text("- {name: ada}")
-    assert "[0].sha256: Field required" in problem(write(tmp_path, content))
+    assert "[0].sha256: required, but missing" in problem(write(tmp_path, content))
     keys.write_text("[]")
     read_config(write(tmp_path, content))
 

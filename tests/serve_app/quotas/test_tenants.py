@@ -13,7 +13,7 @@ from serve_app.settings.usage import Quota, QuotasSettings
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("a: {tokens: 5}", "a.tokens: unknown key; allowed are tokens_per_minute, tokens_per_day"),
+        ("a: {tokens: 5}", "a.tokens: unknown key; allowed here: tokens_per_minute, tokens_per_day"),
         ("a: {tokens_per_day: -5}", "a.tokens_per_day: Input should be greater than or equal to 1, not -5"),
         ("a: {tokens_per_day: '5'}", "a.tokens_per_day: "),
         ("a: 5", "a: "),
