@@ -55,6 +55,7 @@ LAST = [
     "test_scaling",
     "test_worker_death",
     "test_node_loss",
+    "test_several_nodes",
     "test_rehearsal",
     "test_lost_machine",
 ]

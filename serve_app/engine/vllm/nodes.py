@@ -58,11 +58,11 @@ def _connect(config: Any, *_: Any, **__: Any) -> None:
 
 
 def _places(group: Any) -> list[Place]:
-    """Return the places of the workers by rank: those of the engine's node first, then node by node."""
+    """Return the places of the workers by rank: those of the replica's node first, then node by node."""
     nodes = placement_group_table(group)["bundles_to_node_id"]
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}  # type: ignore[no-untyped-call]
-    own = ray.get_runtime_context().get_node_id()
-    bundles = sorted(_bundles(group), key=lambda index: (nodes[index] != own, nodes[index], index))
+    # Ray Serve puts the replica into the first bundle.
+    bundles = sorted(_bundles(group), key=lambda index: (nodes[index] != nodes[0], nodes[index], index))
     return [(index, nodes[index], addresses[nodes[index]]) for index in bundles]
 
 
@@ -92,6 +92,12 @@ class NodesExecutor(seams.ray_executor_v2.RayExecutorV2):  # type: ignore[misc]
         vllms.get_bundles_sorted_by_node = places
         vllms.RayWorkerProc = NodeWorker
         super()._init_executor()
+
+    def compile_or_warm_up_model(self) -> None:
+        """Warm the workers up; on a CPU vLLM may skip the step in which a stage makes its buffers."""
+        super().compile_or_warm_up_model()
+        if not current_platform.ray_device_key:
+            self.execute_dummy_batch()
 
     @staticmethod
     def _get_actor_resource_kwargs() -> dict[str, Any]:
