@@ -73,7 +73,7 @@ class Batcher(ABC, Generic[EntryT]):
         return self._loop
 
     def observe(self, limit: int = 65_536) -> Observations:
-        """Keep from now on what each of the last `limit` records took, and return where."""
+        """Keep an observation of each of the last `limit` records from now on, and return the place."""
         checks.whole("limit", limit, 1)
         self._recorder.observations = Observations(deque(maxlen=limit), deque(maxlen=limit))
         return self._recorder.observations

@@ -30,7 +30,7 @@ NAME = "@name@"
 """Stands for the name of the release's RayService in the parts."""
 
 KEPT = {"command", "image", "secret", "secretKeyRef", "tls"}
-"""Fields whose values are no names of the release's objects."""
+"""Fields whose values aren't names of the release's objects."""
 
 MADE = "Made by `make generate` from k8s/ and configs/."
 

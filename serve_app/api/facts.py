@@ -207,7 +207,7 @@ OF_ONE_KIND = {"prompt", "input", "tokens"}
 """Fields whose lists have items of one kind.
 
 vLLM's validation reads all items of a list, once for each kind that an item could have: it takes 13 s on the
-event loop for a prompt of a million numbers that are no token ids.
+event loop for a prompt of a million numbers that aren't token ids.
 """
 
 _SHALLOW = {"tools", "records", "prompts"}
@@ -752,7 +752,7 @@ class _Look:
                 raise _refused(message)
 
     def _messages(self) -> int | None:
-        """Look at the parts of all messages; return the items of the list; None: it is no list."""
+        """Look at the parts of all messages; return the items of the list; None: it isn't a list."""
         parts = 0
         for chat in self._chats:
             parts += len(chat)
@@ -839,7 +839,7 @@ def _check_options(content: Fields, most: int) -> None:
 
 
 def _chats(start: "re.Match[bytes] | None", text: Value, *, of_call: bool) -> list[list[_Message]]:
-    """Return the chats in a list of chats, or the only one; none, if the text is no list."""
+    """Return the chats in a list of chats, or the only chat; none, if the text isn't a list."""
     if start is None or start[1] == b"]":
         return []
     try:
@@ -863,7 +863,7 @@ def _first(text: Value) -> int:
 
 
 def _length(text: Value) -> int | None:
-    """Return the length of a list; None: the text is no list, or a list of numbers."""
+    """Return the length of a list; None: the text isn't a list, or is a list of numbers."""
     start = _LIST_START.match(text)
     return len(_LIST.decode(text)) if start and start[1][0] not in _NUMBER_START else None
 

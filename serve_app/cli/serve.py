@@ -144,7 +144,7 @@ def _read(
     """Return the arguments, at most one, and all values of the user.
 
     Args:
-        target: The words that are no options of this command.
+        target: The words that aren't options of this command.
         settings: The values of `--set`.
         moved: Options of this command for settings of a config, by their names in `PATHS`.
 

@@ -69,7 +69,7 @@ def _check_names(app: ServeApplicationSchema, settings: Settings) -> None:
     """Check the route prefix and the names of deployments, which Ray Serve checks after its start.
 
     Raises:
-        ValueError: The prefix is no path, or the application has no deployment of a name.
+        ValueError: The prefix isn't a path, or the application has no deployment of a name.
     """
     prefix = app.route_prefix
     if prefix not in (None, "/") and (prefix != f"/{prefix.strip('/')}" or "{" in prefix):

@@ -12,7 +12,7 @@ from serve_app.api.errors import RequestError
 from serve_app.settings.ingress import IngressSettings
 
 BOM = b"\xef\xbb\xbf"
-"""Mark before a text in UTF-8, as editors on Windows write it; it is no part of the text."""
+"""Mark before a text in UTF-8, as editors on Windows write it; it isn't part of the text."""
 
 BODY_S = 60.0
 """Seconds until a body of at most `most` bytes has to be here, where no setting says so."""

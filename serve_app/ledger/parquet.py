@@ -35,7 +35,7 @@ def to_parquet(lines: bytes) -> bytes:
         lines: Its rows as JSON lines; an incomplete last line is left out.
 
     Raises:
-        ValueError: A line is no row.
+        ValueError: A line isn't a row.
     """
     import pyarrow as pa
     import pyarrow.json

@@ -106,7 +106,7 @@ class LedgerFiles:
         place: A folder or a URL.
 
     Attributes:
-        wrong: Lines that are no rows, as the last query found them. A kill may leave a part of a last line.
+        wrong: Lines that aren't rows, as the last query found them. A kill may leave a part of a last line.
 
     Raises:
         LedgerError: There is no such folder, the URL is invalid, or a package is missing.

@@ -10,7 +10,7 @@ from serve_app.telemetry.meters import Meters
 class FaultCount(logging.Handler):
     """Counts errors with a stack in Ray Serve's log, including Serve's errors about failed calls.
 
-    Serve also logs an error if a method of a handle raises a `RequestError`, which is no fault.
+    Serve also logs an error if a method of a handle raises a `RequestError`, which isn't a fault.
 
     Args:
         logger: The log.

@@ -50,7 +50,7 @@ SUBMITS, SUBMITS_S = 2.5, 0.003
 """Longest time to submit a step: a multiple of its first part, for the sampling, and seconds more."""
 
 REMOTE_S = 0.004
-"""Seconds that are added where workers are other processes, which prepare a step unseen."""
+"""Seconds that are added where workers are processes of their own, whose preparation of a step isn't seen."""
 
 LOOKS = 2
 """Steps that are decided at once after a decision that came too late: their times are seen exactly."""
@@ -655,7 +655,7 @@ class LiveFirst:
         )
 
     def _goals(self, request: Any) -> tuple[float, float]:
-        """Return the goals that the engine's client has told, in seconds; zeros if they are no pair."""
+        """Return the goals that the engine's client has told, in seconds; zeros if they aren't a pair."""
         params = request.sampling_params
         told = (params.extra_args or {}).get(GOALS) if params is not None else None
         match told:
