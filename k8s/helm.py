@@ -232,8 +232,7 @@ class Values(Part):
     )
     config: str = Field(description="The config, from the chart's folder `configs`.")
     configText: str = Field(
-        description="A config of your own in place of `config`, complete: `saturate serve FILE "
-        "--print-config` prints it. Set it with --set-file configText=FILE."
+        description="A config of your own in place of `config`. Set it with --set-file configText=FILE."
     )
     images: Images
     head: Pods = Field(description="The head: the cluster's state and Serve's controller, no replica.")

@@ -1,6 +1,8 @@
 """Application builder: the `import_path` of every config."""
 
+import logging
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from ray import serve
@@ -13,12 +15,13 @@ from serve_app.ingress.deployment import Ingress
 from serve_app.ingress.status import BATCHES, QUOTAS, engine_name
 from serve_app.jobs.deployment import Batches
 from serve_app.quotas.deployment import Quotas
-from serve_app.settings.environment import HARD_STOP
-from serve_app.settings.environment_check import check_environment
+from serve_app.settings.environment import CLIENT_HEADERS, HARD_STOP, HOOK, MESSAGES, TRANSPORT
 from serve_app.settings.models import FunctionSettings, LLMSettings, ModelSettings
-from serve_app.settings.schema import Settings, parse
+from serve_app.settings.schema import Settings, SettingsError, parse
 from serve_app.settings.turns import ShareSettings
 from serve_app.system import ray_seams
+
+logger = logging.getLogger("ray.serve")
 
 UNBOUNDED = 100_000
 """Ray Serve's limit on ongoing requests, too high to be reached: the batchers bound their queues, by tokens,
@@ -57,6 +60,15 @@ INGRESS_RESOURCE = "SATURATE_INGRESS_RESOURCE"
 
 QUIET = {"enable_access_log": False}
 """Logging without Ray Serve's access log; the Ingress writes its own line, see `TelemetrySettings`."""
+
+
+NEEDED = tuple(variable.name for variable in (*TRANSPORT, CLIENT_HEADERS, MESSAGES))
+"""Variables that every process has where the process that starts Ray has set `HOOK`, with any value."""
+
+FIX = (
+    f"Start Ray with {HOOK.name}={HOOK.value} in its environment, on each machine, or start the service with "
+    "`saturate serve CONFIG`."
+)
 
 
 def build(args: dict[str, Any]) -> Application:
@@ -160,4 +172,31 @@ def _engine(model: ModelSettings, settings: Settings, quotas: Application | None
         more["share"] = settings.share_groups.get(model.share, ShareSettings())
     return deployment.options(name=engine_name(model.id)).bind(
         model, settings.ingress.max_prompts, settings.telemetry, settings.usage, **more
+    )
+
+
+def check_environment(settings: Settings, environment: Mapping[str, str] = os.environ) -> None:
+    """Log a warning if Ray was started without the environment of this service.
+
+    Args:
+        settings: The args of the config.
+        environment: The environment of the replicas.
+
+    Raises:
+        SettingsError: The service requires API keys, and couldn't trust the address of a client.
+    """
+    missing = [name for name in NEEDED if name not in environment]
+    if not missing:
+        return
+    lacks = f"the environment of the replicas lacks {', '.join(missing)}"
+    if settings.access and CLIENT_HEADERS.name in missing:
+        raise SettingsError(
+            f"access: {lacks}. Without {CLIENT_HEADERS.name} a client could claim any address, and "
+            f"`allow_from` of an API key would not hold. {FIX}"
+        )
+    logger.warning(
+        "This service runs, but %s. HTTP goes through Ray Serve's own proxy, which trusts headers of clients "
+        "and does not send a request to another Ingress replica when one dies. %s",
+        lacks,
+        FIX,
     )

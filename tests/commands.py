@@ -12,7 +12,7 @@ import click
 from serve_app.system import distribution
 from tests.pages import ROOT
 
-EXTERNAL = {"curl", "dmesg", "git", "grep", "helm", "kind", "mkdir", "nvidia-smi", "source", "tar"}
+EXTERNAL = {"curl", "dmesg", "export", "git", "grep", "helm", "kind", "mkdir", "nvidia-smi", "source", "tar"}
 """Programs of others; only the paths in their arguments are checked."""
 
 FOLDERS = ("batcher/", "configs/", "k8s/", "serve_app/", "tests/")

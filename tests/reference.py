@@ -19,7 +19,7 @@ from serve_app.api.protocol import JSON
 from serve_app.auth.keys import Key
 from serve_app.cli.main import COMMANDS, saturate
 from serve_app.ingress.api_document import FILE
-from serve_app.settings.environment import OF_CONTROLLER, OF_REPLICAS, SHARED
+from serve_app.settings.environment import VARIABLES
 from serve_app.settings.schema import Settings
 from serve_app.settings.user_config import UserConfig
 from serve_app.stats import ServiceHealth, ServiceStats
@@ -111,19 +111,15 @@ def _type(found: JSON) -> str:
 
 
 def _environment() -> str:
-    places = {one.name: (one, "controller") for one in OF_CONTROLLER}
-    places |= {one.name: (one, "replicas") for one in OF_REPLICAS}
-    places |= {one.name: (one, "both") for one in SHARED}
-    rows = (f"| `{name}` | `{one.value}` | {place} | {one.reason} |" for name, (one, place) in places.items())
+    rows = (f"| `{one.name}` | `{one.value}` | {one.reason} |" for one in VARIABLES)
     return _lines(
         "## Environment variables",
         "",
-        "The functions that a config names for the controller and the replicas set these variables, unless "
-        "the",
-        "config or the environment of the machine does. Ray Serve and vLLM read them.",
+        "Each process of Ray sets these variables at its start, unless the environment of the machine or the",
+        "config does. Ray Serve and vLLM read them.",
         "",
-        "| variable | value | place | |",
-        "|---|---|---|---|",
+        "| variable | value | |",
+        "|---|---|---|",
         *rows,
     )
 

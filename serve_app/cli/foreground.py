@@ -41,6 +41,7 @@ from serve_app.cli.serve_config import (
     answer_s,
     asks_for_keys,
     controller_environment,
+    own_variables,
     read_config,
     set_request_log,
 )
@@ -124,6 +125,8 @@ def launch(
     forget_dead_cluster()
     if starts_ray():
         keep_token_private()
+        for variable in own_variables(config):
+            os.environ.setdefault(variable.name, variable.value)
     adopt_orphans()
     signals = StopSignals()
     signals.catch()
@@ -436,7 +439,7 @@ class RayCluster:
     """Ray and Ray Serve.
 
     Args:
-        config: The complete config.
+        config: The config.
         client: Client of Ray Serve; None: Ray and Serve are not started yet.
     """
 

@@ -1,6 +1,5 @@
 """The command `saturate serve`."""
 
-import shlex
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -38,9 +37,8 @@ if TYPE_CHECKING:
 @click.option(
     "--print-config",
     is_flag=True,
-    help="Print the complete config, with comments, and exit. Keep the config of a MODEL in your repository: "
-    "`saturate serve FILE.yaml` serves it with the same settings. A CONFIG gets its missing environment "
-    "variables, for `serve run`, `serve deploy` and KubeRay.",
+    help="Print the config, with comments, and exit. Keep the config of a MODEL in your repository: "
+    "`saturate serve FILE.yaml` serves it with the same settings. A CONFIG is checked, and printed as it is.",
 )
 @click.option("--verbose", is_flag=True, help="Show the log of Ray, Serve and vLLM too.")
 @click.option(
@@ -79,8 +77,7 @@ def serve(
       other machines may call
                              --host 0.0.0.0 --set access.keys_file=/etc/saturate/keys.yaml
       production             --print-config > config.yaml, change it, saturate serve config.yaml
-      a cluster              saturate serve config.yaml --print-config > complete.yaml,
-                             serve deploy complete.yaml
+      a cluster              serve deploy config.yaml
 
     The command accepts any option of `vllm serve` (--max-model-len 8k, -tp 2, --enforce-eager,
     --speculative-config.model NAME): vLLM's own parser reads them, in a process of its own, which takes 10 to
@@ -105,6 +102,7 @@ def serve(
 
     prepare_ray()
     from serve_app.cli.foreground import launch
+    from serve_app.cli.serve_config import read_config
 
     names, overrides = _read(target, settings, moved)
     name = names[0] if names else "demo"
@@ -115,7 +113,8 @@ def serve(
                 "for a model"
             )
         if print_config:
-            sys.stdout.write(_complete_text(name))
+            read_config(Path(name))
+            sys.stdout.write(Path(name).read_text())
             return 0
         return launch(Path(name), verbose=verbose, log_format=log_format)
     words = [*(() if names else (name,)), *target]
@@ -172,32 +171,6 @@ def _read(
             context,
         )
     return names, [*given, *overrides]
-
-
-MODELINE = "# yaml-language-server:"
-"""Beginning of a line that names the schema of a file for editors."""
-
-
-def _complete_text(name: str) -> str:
-    """Return a config with its missing variables, for Ray Serve's own commands and KubeRay.
-
-    Raises:
-        ConfigError: The config is wrong.
-    """
-    from serve_app.cli.config_text import completed
-    from serve_app.cli.serve_config import read_config
-
-    path = Path(name)
-    read_config(path)
-    lines = path.read_text().splitlines(keepends=True)
-    # The path of the schema is relative to the config; the copy may be in another folder.
-    text = "".join(line for line in lines if not line.startswith(MODELINE))
-    return (
-        "# For `serve run`, `serve deploy` and KubeRay: a config with the additions of `saturate serve`.\n"
-        "# Change the config, not this file, and print it anew:\n"
-        f"#   saturate serve {shlex.quote(name)} --print-config\n\n"
-        f"{completed(text)}"
-    )
 
 
 def _generate(name: str, overrides: "Sequence[Override]", words: Sequence[str]) -> "Generated":

@@ -1,31 +1,36 @@
 """Read, check and change the Serve config of a service."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pydantic import ValidationError
 from ray.serve.schema import RayActorOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
+from serve_app.api.protocol import JSON
 from serve_app.api.validation import is_port, lines, suggestion
 from serve_app.auth.key_store import KeyStore
 from serve_app.cli.errors import ConfigError
 from serve_app.ingress import haproxy
 from serve_app.ingress.status import BATCHES, QUOTAS, engine_name
-from serve_app.settings.completion import complete_config
-from serve_app.settings.config_file import IMPORT_PATH
-from serve_app.settings.environment import HARD_STOP
+from serve_app.settings.addresses import is_loopback
+from serve_app.settings.config_file import IMPORT_PATH, models_of
+from serve_app.settings.environment import DRAINING, HARD_STOP, OFFLINE, Variable
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.schema import Settings, parse
+from serve_app.settings.sources import DEMO_MODEL
 from serve_app.settings.user_config import parse_user_config
 from serve_app.system.yaml_text import load
+
+OWN_FUNCTIONS = "serve_app."
+"""Beginning of the `target` of this project's functions, which download no files."""
 
 INGRESS = "Ingress"
 """Name of the deployment of the HTTP front."""
 
 
 def read_config(path: Path) -> ServeDeploySchema:
-    """Read, complete and check a Serve config, including the args of this project's applications.
+    """Read and check a Serve config, including the args of this project's applications.
 
     Raises:
         ConfigError: The file can't be read, or a value in it is wrong.
@@ -40,7 +45,6 @@ def read_config(path: Path) -> ServeDeploySchema:
         port = (content.get("http_options") or {}).get("port")
         if isinstance(port, bool) or not is_port(config.http_options.port):
             raise ValueError(f"http_options.port: must be from 1 to 65535, not {port!r}")
-        config = ServeDeploySchema.model_validate(complete_config(content))
         haproxy.read_limits(controller_environment(config))
         for app in config.applications:
             if app.import_path != IMPORT_PATH:
@@ -111,6 +115,22 @@ def _check_gpus(app: ServeApplicationSchema, model: LLMSettings) -> None:
                 f"deployments: {deployment.name}: ray_actor_options.num_gpus: {options.num_gpus:g}: "
                 f"must be {gpus}, as {stated} take a GPU per process"
             )
+
+
+def own_variables(config: ServeDeploySchema) -> Iterator[Variable]:
+    """Yield the variables that depend on the config, for a Ray that `saturate serve` starts."""
+    if is_loopback(config.http_options.host):
+        yield DRAINING
+    models = [model for app in config.applications for model in models_of({"args": app.args})]
+    if models and all(map(_needs_no_download, models)):
+        yield OFFLINE
+
+
+def _needs_no_download(model: JSON) -> bool:
+    """Return whether a model is the demo, a simulation or a function of this project."""
+    if model.get("kind") == "function":
+        return str(model.get("target")).startswith(OWN_FUNCTIONS)
+    return model.get("simulate") is not None or model.get("source") == DEMO_MODEL
 
 
 def answer_s(config: ServeDeploySchema) -> float:

@@ -10,9 +10,8 @@
 - The admin socket, which gives the listening sockets away, in a folder that only this user may enter.
 - The status of errors of HAProxy and of Ray Serve, which mean that no replica is there, and Retry-After.
 
-Ray Serve renders the configuration from a template, in one process per node. The controller's environment
-names `prepare` (`serve_app.settings.environment`), and the processes of the proxies inherit the environment:
-Ray calls `prepare` in each of them before it loads any part of Ray Serve.
+Ray Serve renders the configuration from a template, in one process per node. Ray calls `prepare`
+(`serve_app.settings.environment`) in each of its processes before it loads any part of Ray Serve.
 """
 
 import os
@@ -23,7 +22,7 @@ from ipaddress import ip_network
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from serve_app.settings.environment import OF_CONTROLLER, set_variables
+from serve_app.settings.environment import set_variables
 from serve_app.system import ray_seams
 from serve_app.system.private_files import close_session, close_to_others, private_folder, token_file
 
@@ -133,7 +132,7 @@ def open_files(connections: int) -> int:
 
 
 def prepare(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Prepare a process of the controller or of a proxy.
+    """Prepare a process of Ray: its environment, and HAProxy's template should it be a proxy.
 
     Raises:
         ValueError: A setting has a wrong value.
@@ -147,12 +146,12 @@ def prepare(environment: MutableMapping[str, str] = os.environ) -> None:
     for name, path in FILES.items():
         environment.setdefault(name, str(path))
     make_folders(environment)
-    set_variables(OF_CONTROLLER, environment)
+    set_variables(environment)
     _, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
     limits = read_limits(environment, allowed)
     environment[MAXCONN] = str(limits.connections)
-    haproxy: Any = ray_seams.haproxy
-    haproxy.HAPROXY_CONFIG_TEMPLATE = with_limits(haproxy.HAPROXY_CONFIG_TEMPLATE, limits)
+    templates: Any = ray_seams.haproxy_templates()
+    templates.HAPROXY_CONFIG_TEMPLATE = with_limits(templates.HAPROXY_CONFIG_TEMPLATE, limits)
 
 
 def make_folders(environment: Mapping[str, str]) -> None:

@@ -33,7 +33,6 @@ def demo_service(machine: Machine, head: str) -> ServiceParts:
             {"temperature": Noted(0), "max_tokens": Noted(16)},
             "Defaults of /generate. Greedy, since the demo model does sums.",
         ),
-        offline=True,
         folder="local",
         ingress={
             "num_replicas": Noted(1, "One replica..."),

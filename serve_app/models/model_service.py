@@ -42,7 +42,6 @@ def model_service(choice: Choice, id: str, head: str) -> ServiceParts:
         source=choice.files.source,
         engine=_engine(choice),
         sampling=_sampling(choice),
-        offline=False,
         folder=id,
         ingress=_ingress(ingress_cores, int(spare / ingress_cores) if choice.devices else 1),
         deployment=_deployment(choice, engine_cores),

@@ -10,7 +10,6 @@ from pydantic import BaseModel
 
 from serve_app.ingress.status import engine_name
 from serve_app.settings.batches import BatchesSettings
-from serve_app.settings.environment import CONTROLLER, DRAINING, OFFLINE, REPLICAS, Variable
 from serve_app.settings.ingress import IngressSettings
 from serve_app.settings.models import BatcherSettings, LLMSettings
 from serve_app.system.yaml_text import Noted, Section, render
@@ -38,7 +37,6 @@ class ServiceParts:
         source: Hugging Face id, directory, or saturate://demo.
         engine: Options of the engine.
         sampling: Defaults of /generate.
-        offline: Whether all files of the model are on this machine.
         folder: Name of the folder for batches.
         ingress: Options of the Ingress deployment.
         deployment: Options of the Engine deployment.
@@ -50,7 +48,6 @@ class ServiceParts:
     source: str
     engine: Section
     sampling: Noted
-    offline: bool
     folder: str
     ingress: Section
     deployment: Section
@@ -68,7 +65,6 @@ class ServeConfig:
         model: The entry of the model.
         ingress: The Ingress deployment.
         deployment: The Engine deployment.
-        environment: Variables of the replicas.
     """
 
     head: str
@@ -77,7 +73,6 @@ class ServeConfig:
     model: Section
     ingress: Section
     deployment: Section
-    environment: Section
 
     def text(self) -> str:
         """Return the config as YAML."""
@@ -87,12 +82,10 @@ class ServeConfig:
             "import_path": Noted(
                 "serve_app.app:build", "The function that builds the application from `args`."
             ),
-            "runtime_env": Noted({"env_vars": Noted(self.environment)}),
             "args": Noted({"models": Noted([self.model]), **self.args}),
             "deployments": Noted([self.ingress, self.deployment]),
         }
         document = {
-            "controller_options": Noted({"runtime_env": Noted({"env_vars": Noted(_variables(CONTROLLER))})}),
             "http_options": Noted(self.http),
             "applications": Noted([application]),
         }
@@ -131,9 +124,6 @@ def serve_config(service: ServiceParts, environment: Mapping[str, str] = os.envi
             "name": Noted(engine_name(service.id), "The model. The name is `Engine:` and the id from above."),
             **service.deployment,
         },
-        environment=_variables(
-            REPLICAS, *([DRAINING] if service.nodes == 1 else []), *([OFFLINE] if service.offline else [])
-        ),
     )
 
 
@@ -146,10 +136,6 @@ def service_url(host: str, port: int) -> str:
     """
     near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://{f'[{near}]' if ':' in near else near}:{port}"
-
-
-def _variables(*variables: Variable) -> Section:
-    return {variable.name: Noted(variable.value, variable.reason) for variable in variables}
 
 
 def described(settings: type[BaseModel], **values: Any) -> Section:

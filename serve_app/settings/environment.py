@@ -1,23 +1,20 @@
-"""Environment of Serve's controller and of the replicas: each variable, its value and the reason for it.
+"""Environment of Ray's processes: each variable, its value and the reason for it.
 
-Ray Serve reads these variables when a process imports it. A config names two setup functions:
-`serve_app.ingress.haproxy.prepare` for the controller and the proxies, and `prepare` for the replicas. Ray
-calls the setup function in each process before Ray Serve is imported, and the function sets the variables. A
-variable that the config or the environment of the machine sets keeps its value.
+The process that starts Ray sets one variable, `HOOK`, and all processes of Ray inherit it. It names a setup
+function, which Ray calls in each of its processes before Ray Serve is imported. The function sets the
+variables that Ray Serve reads at its import. A variable that the environment of the machine or a config sets
+keeps its value.
 """
 
 import os
 import sys
-from collections.abc import Iterable, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass
-
-HOOK = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
-"""The variable that names the setup function. Ray's public field for it applies to whole jobs only."""
 
 
 @dataclass(frozen=True)
 class Variable:
-    """An environment variable of a config.
+    """An environment variable of Ray's processes.
 
     Attributes:
         name: Its name.
@@ -30,14 +27,11 @@ class Variable:
     reason: str = ""
 
 
-CONTROLLER = Variable(
-    HOOK,
+HOOK = Variable(
+    "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR",
     "serve_app.ingress.haproxy.prepare",
-    "HTTP through HAProxy, and HAProxy's limits: this function sets the variables of configs/reference.md "
-    "that the config doesn't set beside it.",
+    "The function that sets the other variables. Ray's public field for it applies to whole jobs only.",
 )
-REPLICAS = Variable(HOOK, "serve_app.settings.environment.prepare", "The same for the replicas.")
-"""The variables of a config: in `controller_options`, and in each application."""
 
 HAPROXY = Variable(
     "RAY_SERVE_ENABLE_HA_PROXY",
@@ -50,7 +44,7 @@ TRANSPORT = (
     Variable("RAY_SERVE_THROUGHPUT_OPTIMIZED", "1"),
     Variable("RAY_SERVE_USE_GRPC_BY_DEFAULT", "1"),
 )
-"""For the controller and the replicas."""
+"""The way of a request."""
 
 CONNECTIONS = Variable(
     "RAY_SERVE_HAPROXY_MAXCONN",
@@ -84,7 +78,7 @@ PROXY = (
     ),
     CONNECTIONS,
 )
-"""For the controller, which starts HAProxy; the processes of the proxies inherit its environment."""
+"""HAProxy."""
 
 START_LIMITS = (
     Variable(
@@ -101,9 +95,10 @@ START_LIMITS = (
         "Seconds that the proxy has for the answer to a health check.",
     ),
 )
-"""For the controller: timeouts of Ray Serve's proxy, longer than Ray Serve's defaults."""
+"""Timeouts of Ray Serve's proxy, longer than Ray Serve's defaults."""
 
 RAY = {
+    HOOK.name: HOOK.value,
     "RAY_raylet_start_wait_time_s": "360",
     "RAY_gcs_server_port_wait_time_s": "360",
     "RAY_gcs_rpc_server_connect_timeout_s": "180",
@@ -138,7 +133,7 @@ ANSWERS = (
         "start.",
     ),
 )
-"""For the controller and the replicas."""
+"""The times of an answer."""
 
 CLIENT_HEADERS = Variable(
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH",
@@ -158,12 +153,8 @@ THREADS = Variable(
 )
 NO_REPORTS = Variable("VLLM_NO_USAGE_STATS", "1", "No usage reports of vLLM.")
 
-SHARED = (*TRANSPORT, CLIENT_HEADERS, *ANSWERS)
-"""The variables that must have the same value for the controller and the replicas."""
-
-OF_CONTROLLER = (*SHARED, *PROXY, *START_LIMITS)
-OF_REPLICAS = (*SHARED, MESSAGES, THREADS, NO_REPORTS)
-"""The variables that the setup functions set."""
+VARIABLES = (*TRANSPORT, CLIENT_HEADERS, *ANSWERS, *PROXY, *START_LIMITS, MESSAGES, THREADS, NO_REPORTS)
+"""The variables that the setup function sets."""
 
 DRAINING = Variable(
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S",
@@ -172,16 +163,7 @@ DRAINING = Variable(
     "on one machine; Ray Serve's default is 30.",
 )
 OFFLINE = Variable("HF_HUB_OFFLINE", "1", "No downloads from Hugging Face, and no usage reports.")
-"""What `saturate serve` adds: `DRAINING` for one machine, `OFFLINE` if no model needs a download."""
-
-
-def prepare(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set the variables of a replica.
-
-    Raises:
-        RuntimeError: Ray Serve is loaded already.
-    """
-    set_variables(OF_REPLICAS, environment)
+"""What `saturate serve` sets too: `DRAINING` for one machine, `OFFLINE` if no model needs a download."""
 
 
 def prepare_ray(environment: MutableMapping[str, str] = os.environ) -> None:
@@ -190,7 +172,7 @@ def prepare_ray(environment: MutableMapping[str, str] = os.environ) -> None:
         environment.setdefault(name, value)
 
 
-def set_variables(variables: Iterable[Variable], environment: MutableMapping[str, str]) -> None:
+def set_variables(environment: MutableMapping[str, str]) -> None:
     """Set the variables that an environment doesn't have.
 
     Raises:
@@ -198,5 +180,5 @@ def set_variables(variables: Iterable[Variable], environment: MutableMapping[str
     """
     if "ray.serve._private.constants" in sys.modules:
         raise RuntimeError("Ray Serve was loaded before its environment could be prepared")
-    for variable in variables:
+    for variable in VARIABLES:
         environment.setdefault(variable.name, variable.value)

@@ -4,6 +4,10 @@ Public is what Ray's documentation names, its alpha points included, as the rout
 imported before it is asked for: Ray Serve reads its environment when a process imports it.
 """
 
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from serve_app.system.seams import Seam, load, look_for
@@ -11,8 +15,10 @@ from serve_app.system.seams import Seam, load, look_for
 START = "a service starts in a folder that others can't read, and finds a running Ray"
 ROUTER = "the replica of a request is chosen by its tokens"
 
+TEMPLATES = "haproxy_templates"
+
 SEAMS: dict[str, Seam] = {
-    "haproxy": Seam(
+    TEMPLATES: Seam(
         "ray.serve._private", "limits and errors of HAProxy stand in its template", "HAPROXY_CONFIG_TEMPLATE"
     ),
     "worker": Seam("ray._private", "the folder of a session", "_global_node"),
@@ -44,6 +50,26 @@ def check() -> None:
     import ray
 
     look_for(SEAMS, "Ray", tuple(int(number) for number in ray.__version__.split(".")[:2]))
+
+
+def haproxy_templates() -> ModuleType:
+    """Load the module of HAProxy's templates without the rest of Ray Serve, which takes a second of a core.
+
+    Each process of Ray calls this, and few of them load Ray Serve.
+
+    Raises:
+        RuntimeError: Ray Serve has no such module.
+    """
+    import ray
+
+    name = f"{SEAMS[TEMPLATES].module}.{TEMPLATES}"
+    path = Path(ray.__file__).parent.joinpath(*name.split(".")[1:]).with_suffix(".py")
+    spec = spec_from_file_location(name, path)
+    if spec is None or spec.loader is None or not path.exists():
+        raise RuntimeError(f"Ray has no {name}; install the version that pyproject.toml names")
+    module = sys.modules[name] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,7 @@ import io
 import string
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,6 @@ from ruamel.yaml.tokens import CommentToken
 
 WIDTH = 110
 """Maximum columns of a comment line."""
-
-Place = tuple[str | int, ...]
-"""The keys and indices from the root of a document to a value."""
 
 
 @dataclass
@@ -149,13 +146,12 @@ def dump(value: Any) -> str:
     return str(yaml.safe_dump(value, sort_keys=False, width=sys.maxsize))
 
 
-def updated(text: str, content: Any, comments: Mapping[Place, str] | None = None) -> str:
+def updated(text: str, content: Any) -> str:
     """Return a text with changed values; unchanged values keep their comments, order and quotes.
 
     Args:
         text: A YAML document.
         content: The new values of the document.
-        comments: Comments for added values, by path.
 
     Raises:
         YAMLFormError: The text can't be changed in place.
@@ -168,7 +164,7 @@ def updated(text: str, content: Any, comments: Mapping[Place, str] | None = None
         root = _yaml(text).load(text)
         if not isinstance(root, CommentedBase):
             raise YAMLFormError("the document is empty, or one value")
-        _update(root, before, content, (), comments or {})
+        _update(root, before, content)
         changed = _written(root, text)
         if load(changed) != content:
             raise YAMLFormError("two of its values are one")
@@ -178,15 +174,15 @@ def updated(text: str, content: Any, comments: Mapping[Place, str] | None = None
     return changed
 
 
-def updated_or_new(text: str, content: Any, comments: Mapping[Place, str] | None = None) -> str:
+def updated_or_new(text: str, content: Any) -> str:
     """Return `updated(…)`, or the content without comments if the text can't be changed in place."""
     try:
-        return updated(text, content, comments)
+        return updated(text, content)
     except YAMLFormError:
         return dump(content)
 
 
-def _update(node: Any, before: Any, after: Any, place: Place, comments: Mapping[Place, str]) -> None:
+def _update(node: Any, before: Any, after: Any) -> None:
     """Change the values of a node; `before` and `after` are both mappings or both lists."""
     if isinstance(after, list):
         for index in reversed(range(len(after), len(before))):
@@ -199,29 +195,26 @@ def _update(node: Any, before: Any, after: Any, place: Place, comments: Mapping[
         pairs = list(after.items())
         known = before.keys()
     for key, value in pairs:
-        here = (*place, key)
         if key not in known:
-            _add(node, key, value, here, comments)
+            _add(node, key, value)
         elif before[key] == value:
             continue
         elif value and type(before[key]) is type(value) and isinstance(node[key], CommentedBase):
-            _update(node[key], before[key], value, here, comments)
+            _update(node[key], before[key], value)
         else:
             # In JSON the new value must be quoted too.
             old = node[key][0] if isinstance(node[key], CommentedSeq) and len(node[key]) else node[key]
             quoted = string.printable if isinstance(old, DoubleQuotedScalarString) else ""
-            node[key] = _node(_with_comments(value, here, comments), _column(node) + 2, quoted)
+            node[key] = _node(_in_block(value), _column(node) + 2, quoted)
 
 
-def _add(node: Any, key: str | int, value: Any, place: Place, comments: Mapping[Place, str]) -> None:
+def _add(node: Any, key: str | int, value: Any) -> None:
     ending, number = _last_line(node)
-    new = _node(_with_comments(value, place, comments), _column(node) + 2)
+    new = _node(_in_block(value), _column(node) + 2)
     if isinstance(node, CommentedSeq):
         node.append(new)
     else:
         node[key] = new
-        if (comment := comments.get(place)) and not node.fa.flow_style():
-            _comment(node, key, comment, _column(node))
     # ruamel.yaml attaches the comment above a value to the line before the value.
     if token := ending[number]:
         first, _, above = token.value.partition("\n")
@@ -243,13 +236,10 @@ def _last_line(node: Any) -> tuple[list[Any], int]:
     return found, 0 if isinstance(parent, CommentedSeq) else 2
 
 
-def _with_comments(value: Any, place: Place, comments: Mapping[Place, str]) -> Any:
+def _in_block(value: Any) -> Any:
     """Return a mapping as a section, which is written in block style."""
     if isinstance(value, dict) and value:
-        return {
-            key: Noted(_with_comments(each, (*place, key), comments), comments.get((*place, key), ""))
-            for key, each in value.items()
-        }
+        return {key: Noted(_in_block(each)) for key, each in value.items()}
     return value
 
 

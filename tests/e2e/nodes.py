@@ -9,6 +9,7 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
+from serve_app.settings.environment import HOOK
 from tests.ports import free_port
 from tests.progress import run
 
@@ -30,7 +31,8 @@ class Nodes:
 
     def __init__(self, env: dict[str, str]) -> None:
         self._mark = uuid.uuid4().hex
-        self._env = env | AUTH | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+        own = {HOOK.name: HOOK.value, "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+        self._env = env | AUTH | own
         self.address = f"127.0.0.1:{free_port()}"
 
     def start_head(self, resources: dict[str, int]) -> None:

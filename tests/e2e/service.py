@@ -46,9 +46,9 @@ def give_ports(config: dict[str, Any]) -> dict[str, str]:
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(free_port()),
     }
-    config["controller_options"]["runtime_env"]["env_vars"] |= own
-    for app in config["applications"]:
-        app["runtime_env"]["env_vars"] |= own
+    # A Ray that another program has started has them from the config.
+    for place in (config.setdefault("controller_options", {}), *config["applications"]):
+        place.setdefault("runtime_env", {}).setdefault("env_vars", {}).update(own)
     return own
 
 

@@ -37,6 +37,8 @@ def local() -> tuple[JSON, JSON, JSON]:
     config: JSON = yaml.safe_load((ROOT / "configs/local.yaml").read_text())
     (app,) = config["applications"]
     (model,) = app["args"]["models"]
+    config["controller_options"] = {"runtime_env": {"env_vars": {}}}
+    app["runtime_env"] = {"env_vars": {}}
     return config, app, model
 
 

@@ -18,7 +18,6 @@ import yaml
 
 from batcher.stats import percentiles
 from serve_app.api.protocol import JSON
-from serve_app.settings.completion import complete_config
 from tests.e2e.service import ROOT, Service
 from tests.e2e.services import local
 from tests.e2e.waiting import batcher, wait_until_idle
@@ -60,7 +59,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A simulated H100 with a short queue, which needs none of the cores that a refusal takes."""
     folder = tmp_path_factory.mktemp("device")
-    config: JSON = complete_config(yaml.safe_load((ROOT / "configs/simulated.yaml").read_text()))
+    config: JSON = yaml.safe_load((ROOT / "configs/simulated.yaml").read_text())
     (app,) = config["applications"]
     (model,) = app["args"]["models"]
     model["id"] = "demo"

@@ -1,4 +1,4 @@
-"""Plain `serve run`, without `saturate serve`: a complete config, and one without the environment."""
+"""Plain `serve run`, without `saturate serve`: with the environment of this service, and without."""
 
 import os
 import signal
@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from serve_app.api.protocol import JSON
+from serve_app.settings.environment import HOOK
 from tests.e2e.service import MARK, give_ports
 from tests.e2e.services import is_healthy, local, wait_until
 from tests.ports import free_port
@@ -88,13 +89,6 @@ class PlainRun:
                 continue
 
 
-def without_environment(config: JSON) -> JSON:
-    config.pop("controller_options")
-    for app in config["applications"]:
-        app.pop("runtime_env")
-    return config
-
-
 Start = Callable[[JSON, dict[str, str]], PlainRun]
 
 
@@ -116,31 +110,30 @@ def answer(run: PlainRun) -> Any:
     return httpx.post(f"{run.url}/generate", json=BODY, timeout=ANSWER_S).raise_for_status().json()["results"]
 
 
-def test_a_complete_config_runs_as_with_saturate(start: Start) -> None:
+def test_a_config_runs_as_with_saturate(start: Start) -> None:
     config, _, _ = local()
-    run = start(config, give_ports(config))
+    run = start(config, {HOOK.name: HOOK.value, **give_ports(config)})
     assert answer(run) == ["75"]
     assert "haproxy" in run.programs()
     assert WARNING not in run.log
 
 
-def test_a_short_config_runs_with_a_warning_that_has_the_command(start: Start) -> None:
+def test_without_the_environment_it_runs_with_a_warning_that_has_it(start: Start) -> None:
     config, _, _ = local()
-    own = give_ports(config)
-    run = start(without_environment(config), own)
+    run = start(config, give_ports(config))
     assert answer(run) == ["75"]
     assert "haproxy" not in run.programs()
     run.wait_until(lambda: WARNING in run.log)
-    assert "saturate serve CONFIG --print-config > complete.yaml" in run.log
+    assert f"{HOOK.name}={HOOK.value}" in run.log
 
 
-def test_a_short_config_with_keys_is_refused_with_the_command(start: Start, tmp_path: Path) -> None:
+def test_keys_without_the_environment_are_refused(start: Start, tmp_path: Path) -> None:
     config, app, _ = local()
     own = give_ports(config)
     keys = tmp_path / "keys.yaml"
     keys.write_text("[]")
     app["args"]["access"] = {"keys_file": str(keys)}
-    run = start(without_environment(config), own)
+    run = start(config, own)
     run.wait_until(lambda: "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH" in run.log)
-    assert "saturate serve CONFIG --print-config > complete.yaml" in run.log
+    assert f"{HOOK.name}={HOOK.value}" in run.log
     assert not is_healthy(run.url)

@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from serve_app.api.protocol import JSON
-from serve_app.settings.completion import complete_config
 from tests.e2e.service import ROOT, Service
 from tests.e2e.services import NODES, wait_until
 from tests.progress import ANSWER_S
@@ -43,7 +42,7 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("simulated")
     profile = folder / "slow.yaml"
     profile.write_text(yaml.safe_dump(PROFILE))
-    config: JSON = complete_config(yaml.safe_load((ROOT / "configs/simulated.yaml").read_text()))
+    config: JSON = yaml.safe_load((ROOT / "configs/simulated.yaml").read_text())
     (app,) = config["applications"]
     (model,) = app["args"]["models"]
     model["simulate"] = str(profile)

@@ -10,7 +10,6 @@ import httpx
 import pytest
 import yaml
 
-from serve_app.settings.completion import complete_config
 from tests.e2e.service import ROOT, Service
 from tests.progress import ANSWER_S, run
 
@@ -43,7 +42,7 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("tuned")
     profile = folder / "slow.yaml"
     profile.write_text(yaml.safe_dump(PROFILE))
-    config = complete_config(yaml.safe_load((ROOT / "configs/simulated.yaml").read_text()))
+    config = yaml.safe_load((ROOT / "configs/simulated.yaml").read_text())
     (app,) = config["applications"]
     (model,) = app["args"]["models"]
     model["simulate"] = str(profile)

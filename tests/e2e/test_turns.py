@@ -10,7 +10,6 @@ import pytest
 import yaml
 
 from serve_app.api.protocol import JSON
-from serve_app.settings.completion import complete_config
 from tests.e2e.service import ROOT, Service
 from tests.e2e.services import wait_until
 from tests.progress import ANSWER_S
@@ -46,7 +45,7 @@ MIN_TURN_S, MAX_WAIT_S = 1.0, 10.0
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A service whose three models share a device."""
     folder = tmp_path_factory.mktemp("shared")
-    config: JSON = complete_config(yaml.safe_load((ROOT / "configs/simulated.yaml").read_text()))
+    config: JSON = yaml.safe_load((ROOT / "configs/simulated.yaml").read_text())
     (app,) = config["applications"]
     (model,) = app["args"]["models"]
     model |= {"simulate": PROFILE, "share": "trio"}

@@ -10,7 +10,7 @@ from ray.serve._private.build_app import build_app
 
 from serve_app.app import INGRESS_RESOURCE, build
 from serve_app.ingress.status import engine_name
-from serve_app.settings.environment import OF_CONTROLLER, OF_REPLICAS, Variable
+from serve_app.settings.environment import HOOK, VARIABLES
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.schema import parse
 from tests.k8s.pods import Pod, of_kind, pods
@@ -23,10 +23,7 @@ SERVICE = "saturate-serve-svc"
 MARGIN_S = 30
 """Seconds that each of the times of a shutdown is longer than the one that it waits for."""
 
-SWITCHES = ["RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_THROUGHPUT_OPTIMIZED", "RAY_SERVE_USE_GRPC_BY_DEFAULT"]
-"""Variables on which all processes of Serve have to agree."""
-
-ON_EVERY_POD = [*SWITCHES, INGRESS_RESOURCE]
+ON_EVERY_POD = [HOOK.name, INGRESS_RESOURCE]
 """Variables that no pod may lack: the application is built on any of them."""
 
 
@@ -34,14 +31,14 @@ def problems(documents: list[Document]) -> Iterator[str]:
     """Yield what doesn't agree, each with its path."""
     for service in of_kind(documents, "RayService"):
         config = yaml.safe_load(service["spec"]["serveConfigV2"])
+        found = list(pods([service]))
         yield from _redis(service["spec"]["rayClusterConfig"], documents)
         for route in of_kind(documents, "HTTPRoute"):
             yield from _route(route, config)
-        found = list(pods([service]))
         yield from _groups(service["spec"]["rayClusterConfig"], config)
         yield from _ports(found, config)
-        yield from _environment(found, config)
-        yield from _times(service["spec"], config)
+        yield from _environment(found)
+        yield from _times(service["spec"], config, _variables(found))
 
 
 def _groups(cluster: dict[str, Any], config: dict[str, Any]) -> Iterator[str]:
@@ -152,31 +149,26 @@ def _ports(found: list[Pod], config: dict[str, Any]) -> Iterator[str]:
                     yield f"{container.path}.{probe}.httpGet: neither Ray's agent nor HAProxy answers there"
 
 
-def _environment(found: list[Pod], config: dict[str, Any]) -> Iterator[str]:
-    (app,) = config["applications"]
-    said = _variables(OF_REPLICAS, app) | _variables(OF_CONTROLLER, config["controller_options"])
+def _environment(found: list[Pod]) -> Iterator[str]:
     for pod in found:
         for container in pod.containers:
             for name in ON_EVERY_POD:
                 if name not in container.env:
                     yield f"{container.path}.env: {name} is missing"
             for name, (path, variable) in container.env.items():
-                if name.startswith("RAY_SERVE_") and variable.get("value") != said.get(name):
-                    yield f"{path}.value: {variable.get('value')!r}, but the config has {said.get(name)!r}"
                 first = found[0].containers[0].env.get(name, ("", {}))[1]
-                if name == INGRESS_RESOURCE and variable != first:
+                if (name in ON_EVERY_POD or name.startswith("RAY_SERVE_")) and variable != first:
                     yield f"{path}.value: {variable.get('value')!r}, another pod has {first.get('value')!r}"
 
 
-def _variables(prepared: tuple[Variable, ...], place: dict[str, Any]) -> dict[str, str]:
-    """Return the variables of a place of a config, and what its function sets."""
-    own: dict[str, str] = place["runtime_env"]["env_vars"]
-    return {one.name: one.value for one in prepared} | own
+def _variables(found: list[Pod]) -> dict[str, str]:
+    """Return the variables of Ray's processes: of the pods, and of the setup function."""
+    own = {name: variable.get("value", "") for name, (_, variable) in found[0].containers[0].env.items()}
+    return {one.name: one.value for one in VARIABLES} | own
 
 
-def _times(spec: dict[str, Any], config: dict[str, Any]) -> Iterator[str]:
+def _times(spec: dict[str, Any], config: dict[str, Any], variables: dict[str, str]) -> Iterator[str]:
     """A replica ends with HAProxy's last stream, that within the drain, the drain within the pod."""
-    variables = _variables(OF_CONTROLLER, config["controller_options"])
     hard_stop = int(variables["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"])
     (app,) = config["applications"]
     # With API keys the application builds in the environment of a replica only; they change no time.

@@ -19,6 +19,7 @@ VERSION = distribution.version()
 OURS = re.compile(rf"saturate-(front|cpu|gpu):{re.escape(VERSION)}")
 OTHERS = {"redis:7.2-alpine"}
 ROOTS = [
+    "ray/_private/ray_constants.py",
     "ray/serve/_private/constants.py",
     "ray/_common/usage/usage_constants.py",
     "huggingface_hub/constants.py",

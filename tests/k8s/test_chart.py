@@ -217,11 +217,6 @@ def engine(config: Config) -> Any:
     return found
 
 
-def controller(config: Config) -> Any:
-    """Return the variables of the controller in a config."""
-    return config["controller_options"]["runtime_env"]["env_vars"]
-
-
 def replicas(low: int, high: int) -> Callable[[Config], None]:
     """Return a change of an Engine's replicas."""
     return lambda config: engine(config)["autoscaling_config"].update(min_replicas=low, max_replicas=high)
@@ -275,11 +270,6 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("configText: applications", own(lambda config: config["applications"].append({}))),
     ("http_options.host", own(lambda config: config["http_options"].update(host="127.0.0.1"))),
     ("http_options.port", own(lambda config: config["http_options"].update(port=9000))),
-    ("not complete", own(lambda config: config.pop("controller_options"))),
-    (
-        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S: 1200",
-        own(lambda config: controller(config).update(RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S="1200")),
-    ),
     (
         "num_replicas",
         own(

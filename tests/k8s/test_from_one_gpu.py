@@ -2,13 +2,7 @@
 
 import re
 
-import yaml
-from click.testing import CliRunner
-
 from k8s.dashboard.__main__ import dashboard
-from serve_app.cli.serve import serve
-from serve_app.settings.completion import complete_config
-from serve_app.settings.environment import CONTROLLER, HOOK, OFFLINE, REPLICAS
 from tests.pages import anchors, read
 
 PAGE = "k8s/from-one-gpu.md"
@@ -36,21 +30,6 @@ def test_the_panels_are_on_the_dashboard() -> None:
     named = re.findall(r"`([^`]+)`", "".join(line.partition(" | ")[0] for line in table.splitlines()))
     assert len(named) > 5
     assert set(named) <= titles
-
-
-def test_a_printed_file_without_its_environment_is_completed_for_a_cluster() -> None:
-    """Step 7: delete two sections from a file that was printed for a model."""
-    printed = CliRunner().invoke(serve, ["demo", "--print-config"])
-    assert printed.exit_code == 0, printed.stderr
-    config = yaml.safe_load(printed.stdout)
-    config.pop("controller_options")
-    (app,) = config["applications"]
-    app.pop("runtime_env")
-    config["http_options"]["host"] = "0.0.0.0"
-    whole = complete_config(config)
-    assert whole["controller_options"]["runtime_env"]["env_vars"] == {HOOK: CONTROLLER.value}
-    (app,) = whole["applications"]
-    assert app["runtime_env"]["env_vars"] == {HOOK: REPLICAS.value, OFFLINE.name: OFFLINE.value}
 
 
 def test_kubernetes_has_the_page() -> None:

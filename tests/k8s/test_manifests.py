@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from serve_app.settings.environment import DRAINING
+from serve_app.settings.environment import OFFLINE
 from tests.k8s.checks import problems
 from tests.k8s.rendering import (
     COMPONENTS,
@@ -88,8 +88,9 @@ def test_the_demo_of_a_cluster_is_the_local_demo_for_several_nodes() -> None:
     cluster = yaml.safe_load((CONFIGS / "demo-cluster.yaml").read_text())
     assert cluster["http_options"].pop("host") == "0.0.0.0"
     assert local["http_options"].pop("host") == "127.0.0.1"
-    (app,) = local["applications"]
-    assert app["runtime_env"]["env_vars"].pop(DRAINING.name)
+    # On one machine the command knows that no model needs a download.
+    (app,) = cluster["applications"]
+    assert app.pop("runtime_env") == {"env_vars": {OFFLINE.name: OFFLINE.value}}
     # On a cluster, the environment of the pods says which of them take an Ingress replica.
     (front,) = [d for d in local["applications"][0]["deployments"] if d["name"] == "Ingress"]
     assert front.pop("ray_actor_options") == {"num_cpus": 0.5}

@@ -214,8 +214,8 @@ def test_an_unknown_routing_is_refused_with_those_that_there_are() -> None:
 
 
 def test_wrong_args_fail_at_once() -> None:
-    with pytest.raises(SettingsError, match=r"args\.models\[0\]\.engine\.x: unknown key"):
-        built(DEMO | {"engine": {"x": 1}})
+    with pytest.raises(SettingsError, match=r"args\.models\[0\]\.batcher\.x: unknown key"):
+        built(DEMO | {"batcher": {"x": 1}})
 
 
 def test_neither_the_app_nor_the_ingress_imports_torch_or_vllm() -> None:

@@ -31,21 +31,6 @@
 {{- fail (printf "%s: http_options.port: must be 8000, the port of the pods, not %v" $source $config.http_options.port) -}}
 {{- end -}}
 {{- $app := first $config.applications -}}
-{{- $controller := dig "controller_options" "runtime_env" "env_vars" dict $config -}}
-{{- $replicas := dig "runtime_env" "env_vars" dict $app -}}
-{{- $hook := "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR" -}}
-{{- if not (and (hasKey $controller $hook) (hasKey $replicas $hook)) -}}
-{{- fail (printf "%s: the config is not complete: print it with `saturate serve FILE --print-config`" $source) -}}
-{{- end -}}
-{{- $service := (include "saturate.part" (list . "base") | fromYaml).service -}}
-{{- range (first $service.spec.rayClusterConfig.headGroupSpec.template.spec.containers).env -}}
-{{- $variable := . -}}
-{{- range (list $controller $replicas) -}}
-{{- if ne (toString (index . $variable.name | default $variable.value)) $variable.value -}}
-{{- fail (printf "%s: %s: %v in the config, but the pods have %s; leave it out" $source $variable.name (index . $variable.name) $variable.value) -}}
-{{- end -}}
-{{- end -}}
-{{- end -}}
 {{- if and .Values.apiKeys.secret (not (dig "args" "access" "keys_file" "" $app)) -}}
 {{- fail (printf "apiKeys.secret: %s has no args.access.keys_file; set it to /etc/saturate/keys.yaml" $source) -}}
 {{- end -}}

@@ -162,7 +162,7 @@ def running(folder: Path) -> Iterator[Service]:
     (app,) = config["applications"]
     app["args"].pop("batches")
     app["import_path"] = "tests.benchmarks.datasets.streaming:build"
-    app["runtime_env"]["env_vars"]["PYTHONPATH"] = str(ROOT)
+    app["runtime_env"] = {"env_vars": {"PYTHONPATH": str(ROOT)}}
     for deployment in app["deployments"]:
         deployment["ray_actor_options"]["num_cpus"] /= 4
     service = Service(config, folder)

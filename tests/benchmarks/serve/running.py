@@ -11,10 +11,10 @@ from pathlib import Path
 
 import httpx
 
+from serve_app.settings.environment import OFFLINE
 from serve_app.system.processes import descendants, end_descendants
 from tests.benchmarks.serve import groups
 from tests.benchmarks.serve.groups import CpuUsage
-from tests.benchmarks.serve.models import config
 from tests.benchmarks.serve.pipes import Pipe
 from tests.e2e.service import ROOT, free_port
 
@@ -122,21 +122,16 @@ def over_http(
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of every server: that of the engine in configs/local.yaml, and more."""
-    (app,) = config()["applications"]
-    engine = {k: v for k, v in app["runtime_env"]["env_vars"].items() if k.startswith(("VLLM_", "HF_"))}
-    env = (
-        os.environ
-        | engine
-        | {
-            "RAY_USAGE_STATS_ENABLED": "0",
-            # The default ports may be those of another service on this machine.
-            "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
-            "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
-            # By default Ray's workers have a lower priority than other processes.
-            "RAY_worker_niceness": "0",
-        }
-    )
+    """Return the environment of every server: no download, no reports, ports of their own."""
+    env = os.environ | {
+        OFFLINE.name: OFFLINE.value,
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # The default ports may be those of another service on this machine.
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+        # By default Ray's workers have a lower priority than other processes.
+        "RAY_worker_niceness": "0",
+    }
     env.pop("PYTHONDONTWRITEBYTECODE", None)
     return env
 

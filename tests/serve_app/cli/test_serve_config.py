@@ -8,7 +8,8 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from serve_app.cli.errors import ConfigError
-from serve_app.cli.serve_config import answer_s, read_config, set_request_log
+from serve_app.cli.serve_config import answer_s, own_variables, read_config, set_request_log
+from serve_app.settings.environment import DRAINING, OFFLINE
 from tests.serve_app.cli.services import config, write
 
 ROOT = Path(__file__).parents[3]
@@ -30,10 +31,40 @@ def problem(path: Path) -> str:
     return message
 
 
+DEMO = {"id": "demo", "source": "saturate://demo"}
+
+
+@pytest.mark.parametrize(
+    ("host", "models", "names"),
+    [
+        ("127.0.0.1", [DEMO], [DRAINING.name, OFFLINE.name]),
+        ("localhost", [DEMO], [DRAINING.name, OFFLINE.name]),
+        ("::1", [DEMO], [DRAINING.name, OFFLINE.name]),
+        ("0.0.0.0", [DEMO], [OFFLINE.name]),
+        ("0.0.0.0", [DEMO, {"id": "s", "simulate": "h100-8b"}], [OFFLINE.name]),
+        (
+            "0.0.0.0",
+            [{"id": "f", "kind": "function", "target": "serve_app.demo.minilm:MiniLM"}],
+            [OFFLINE.name],
+        ),
+        ("0.0.0.0", [{"id": "f", "kind": "function", "target": "mine:Model"}], []),
+        ("0.0.0.0", [DEMO, {"id": "q", "source": "Qwen/Qwen2.5-7B-Instruct"}], []),
+        ("0.0.0.0", [{"id": "d", "source": "/models/mine"}], []),
+    ],
+)
+def test_the_environment_of_an_own_ray_follows_the_config(
+    host: str, models: list[dict[str, Any]], names: list[str]
+) -> None:
+    """A service on loopback has one machine, and a model that may be downloaded reaches the hub."""
+    app = {"import_path": "serve_app.app:build", "args": {"models": models}}
+    config = ServeDeploySchema.model_validate({"http_options": {"host": host}, "applications": [app]})
+    assert [variable.name for variable in own_variables(config)] == names
+
+
 def test_answers_get_the_time_to_end_that_the_config_gives_them(tmp_path: Path) -> None:
     content = yaml.safe_load((ROOT / "configs/local.yaml").read_text())
     assert answer_s(read_config(write(tmp_path, content))) == 900
-    content["applications"][0]["runtime_env"]["env_vars"]["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"] = "120"
+    content["applications"][0]["runtime_env"] = {"env_vars": {"RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "120"}}
     assert answer_s(read_config(write(tmp_path, content))) == 120
 
 

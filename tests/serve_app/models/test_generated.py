@@ -151,8 +151,6 @@ def test_a_cpu_has_the_settings_of_the_local_config(models: FakeHub) -> None:
     engine = local["args"]["models"][0]["engine"]
     same = ("enforce_eager", "distributed_executor_backend")
     assert {name: getattr(model(text).engine, name) for name in same} == {name: engine[name] for name in same}
-    variables = content(text)["applications"][0]["runtime_env"]["env_vars"]
-    assert "HF_HUB_OFFLINE" not in variables
     assert deployments(text)[1]["ray_actor_options"] == {"num_cpus": 7}
 
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from ray.serve.schema import ServeDeploySchema
 
 from serve_app.models.service import HOST_VARIABLE, ONE_PROCESS, ServiceParts, serve_config
-from serve_app.settings.environment import CONTROLLER, HOOK, REPLICAS
 from serve_app.settings.ingress import IngressSettings
 from serve_app.settings.models import BatcherSettings, LLMSettings
 from serve_app.settings.schema import Settings, parse
@@ -23,7 +22,6 @@ SERVICE = ServiceParts(
     source="org/toy",
     engine={"max_model_len": Noted(2048, "Context."), "distributed_executor_backend": ONE_PROCESS},
     sampling=Noted({"temperature": Noted(0.5)}, "Defaults."),
-    offline=False,
     folder="toys",
     ingress={"num_replicas": Noted(1, "One.")},
     deployment={"num_replicas": Noted(3, "Three.")},
@@ -44,13 +42,6 @@ def settings(content: dict[str, Any]) -> tuple[Settings, LLMSettings]:
     (model,) = found.models
     assert isinstance(model, LLMSettings)
     return found, model
-
-
-def environments(content: dict[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the variables of the controller and of the replicas."""
-    places = content["controller_options"], content["applications"][0]
-    controller, replicas = (place["runtime_env"]["env_vars"] for place in places)
-    return controller, replicas
 
 
 def test_a_config_has_what_differs_between_services() -> None:
@@ -95,18 +86,6 @@ def test_a_source_and_a_first_comment_of_any_text_change_nothing_else(source: st
     expected = written()
     expected["applications"][0]["args"]["models"][0]["source"] = source
     assert written(source=source, head=head) == expected
-
-
-def test_both_places_of_the_environment_name_their_functions() -> None:
-    controller, replicas = environments(written())
-    assert controller == {HOOK: CONTROLLER.value}
-    assert replicas[HOOK] == REPLICAS.value
-
-
-@pytest.mark.parametrize("offline", [False, True])
-def test_a_model_with_all_its_files_reaches_no_hub(offline: bool) -> None:
-    _, replicas = environments(written(offline=offline))
-    assert ("HF_HUB_OFFLINE" in replicas) is offline
 
 
 def test_a_value_that_is_set_in_a_config_is_set_in_no_other() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.settings.environment import OF_CONTROLLER, OF_REPLICAS
+from serve_app.settings.environment import VARIABLES
 from serve_app.system import ray_seams, seams
 
 
@@ -17,7 +17,7 @@ def test_the_installed_ray_has_all_names() -> None:
 def test_ray_serve_reads_each_variable_that_is_set_for_it() -> None:
     folder = Path(importlib.import_module("ray.serve").__file__ or "").parent
     text = "".join(path.read_text() for path in folder.glob("_private/*.py"))
-    names = {each.name for each in (*OF_CONTROLLER, *OF_REPLICAS) if each.name.startswith("RAY_SERVE_")}
+    names = {each.name for each in VARIABLES if each.name.startswith("RAY_SERVE_")}
     assert names
     assert {name for name in names if f'"{name}"' not in text} == set()
 

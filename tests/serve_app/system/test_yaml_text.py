@@ -155,7 +155,7 @@ def test_an_update_leaves_the_comments_of_others() -> None:
     content["models"][1]["batcher"] = {"limit": 5}
     content["port"] = 80
     assert (
-        updated(TEXT, content, {("port",): "The port.", ("models", 1, "batcher", "limit"): "Most."})
+        updated(TEXT, content)
         == """\
 # The service.
 http: {host: 127.0.0.1}   # only here
@@ -168,9 +168,7 @@ models:
       # Behind the length.
   - id: b
     batcher:
-      # Most.
       limit: 5
-# The port.
 port: 80
 """
     )
