@@ -8,7 +8,9 @@ each sequence and `per_kv_token_ms` for each token of context. Weights and cache
 and the pinning of the first sleep were measured on the same day; `load_s` is for random weights. `serial_ms`
 is the value for which the model of `saturate plan` has the measured median of 32 streams.
 
-The other built-in profiles are estimates from public figures. The figures:
+The other built-in profiles are arithmetic, from public figures and from the shares of them that `h100-7b`
+reaches: 75% of the bandwidth for weights (4.55 ms of 6.09 ms), 52% for context, 68% of the peak for prompts.
+The figures:
 
 - L4: 24 GB of memory, 300 GB/s, 121 TFLOP/s (dense, 16 bits), PCIe 4.0 (NVIDIA L4 data sheet).
 - H100 SXM: 80 GB of memory, 3.35 TB/s, 989 TFLOP/s (dense, 16 bits), PCIe 5.0 (NVIDIA H100 data sheet).
@@ -18,14 +20,15 @@ The other built-in profiles are estimates from public figures. The figures:
 
 The arithmetic:
 
-- `base_ms`: every step reads all weights once. 15.2 GB at 300 GB/s are 51 ms on the L4. On an H100 16.1 GB at
-  3.35 TB/s are 4.8 ms; with launches and sampling, half the bandwidth is assumed, so 10 ms. On four H100s
-  141 GB at 13.4 TB/s are 10.5 ms; half the bandwidth makes 21 ms, and 160 all-reduces of 20 µs add 3 ms.
-- `per_prefill_token_ms`: 2 FLOP per parameter at half the peak: 0.25 ms, 0.03 ms; for the 70B on four H100s
-  0.07 ms.
-- `per_kv_token_ms`: bytes of a token of context at the full bandwidth: 0.19 µs, 0.039 µs, 0.024 µs.
-- `per_sequence_ms`: a decoded token costs what a token of a prompt costs, but hides behind the weights on the
-  L4; sampling and bookkeeping are 0.01 ms. An H100 gets 0.04 ms in all, four of them 0.05 ms.
+- `base_ms`: every step reads all weights once. 15.2 GB at 300 GB/s are 51 ms on the L4; with the share of the
+  H100 they would be 68 ms: so ±30%. On an H100 16.1 GB at 3.35 TB/s are 4.8 ms, with the share 6.4 ms; where
+  the rest of a step stays as it is, 6.3 ms. On four H100s 141 GB at 13.4 TB/s are 10.5 ms, with the share
+  14.1 ms, and 160 all-reduces of 20 µs add 3.2 ms; with 10 to 30 µs, and the rest as it is, 13.7 to 18.9 ms.
+- `per_prefill_token_ms`: 2 FLOP per parameter: 0.25 ms at half the peak of the L4, 0.0237 ms at 68% of the
+  H100's; for the 70B on four H100s 0.0521 ms.
+- `per_kv_token_ms`: bytes of a token of context: 0.19 µs at the full bandwidth of the L4, 0.075 µs and
+  0.047 µs at 52% of the H100's.
+- `per_sequence_ms`: sampling and bookkeeping, 0.01 ms as measured.
 - `load_s`: weights from a local disk with 2 GB/s (L4), 5 GB/s (H100). Compilation and warm-up are left out.
 - `sleep_s`, `wake_s`: weights over PCIe with 20 GB/s (L4), 50 GB/s (each H100).
 - `awake_gb`: 90% of the memory, `device_gb`.
@@ -55,7 +58,7 @@ SERIAL_MS = 0.5
 """`serial_ms` of a learned profile: the measured value of an H100's service."""
 
 MEASURED = "measured on an H100 80GB on 2026-11-27, Qwen2.5-7B with random weights, saturate 0.1.0, vLLM 0.32"
-ESTIMATE = "an estimate, nobody has measured it; `saturate profile` measures yours"
+COMPUTED = "arithmetic from data sheets and the measured h100-7b, ±{:.0%}; `saturate profile` measures yours"
 """Values of `source` of the built-in profiles."""
 
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
@@ -189,7 +192,7 @@ PROFILES: Mapping[str, Profile] = {
         ),
         Profile(
             name="l4-7b",
-            source=ESTIMATE,
+            source=COMPUTED.format(0.3),
             base_ms=51.0,
             per_prefill_token_ms=0.25,
             per_sequence_ms=0.01,
@@ -206,11 +209,11 @@ PROFILES: Mapping[str, Profile] = {
         ),
         Profile(
             name="h100-8b",
-            source=ESTIMATE,
-            base_ms=10.0,
-            per_prefill_token_ms=0.03,
-            per_sequence_ms=0.04,
-            per_kv_token_ms=0.000039,
+            source=COMPUTED.format(0.1),
+            base_ms=6.4,
+            per_prefill_token_ms=0.0237,
+            per_sequence_ms=0.01,
+            per_kv_token_ms=0.000075,
             load_s=3.2,
             sleep_s=0.3,
             wake_s=0.3,
@@ -222,11 +225,11 @@ PROFILES: Mapping[str, Profile] = {
         ),
         Profile(
             name="h100-70b-tp4",
-            source=ESTIMATE,
-            base_ms=24.0,
-            per_prefill_token_ms=0.07,
-            per_sequence_ms=0.05,
-            per_kv_token_ms=0.000024,
+            source=COMPUTED.format(0.2),
+            base_ms=17.3,
+            per_prefill_token_ms=0.0521,
+            per_sequence_ms=0.01,
+            per_kv_token_ms=0.000047,
             load_s=28.0,
             sleep_s=0.7,
             wake_s=0.7,

@@ -1,11 +1,15 @@
-"""Rounds of a thread or task that repeats its work."""
+"""Rounds of a thread or task that repeats its work, such as the reports of telemetry."""
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 logger = logging.getLogger("ray.serve")
+
+INTERVAL_S = 1.0
+"""Seconds between two rounds of a `Reporter`."""
 
 SILENT_S = 60.0
 """Seconds without a successful round after which the work counts as dead."""
@@ -52,3 +56,41 @@ class Rounds:
         silent_s = self._clock() - self._succeeded_at
         if silent_s > self._silent_s:
             raise RuntimeError(f"{self._name} has not succeeded for {silent_s:.0f} s")
+
+
+class Reporter:
+    """Reports periodically on the event loop, off the path of requests; each report has rounds of its own.
+
+    Args:
+        reports: The reports.
+        interval_s: Seconds between two rounds.
+    """
+
+    def __init__(self, *reports: Callable[[], None], interval_s: float = INTERVAL_S) -> None:
+        self._reports = [(report, Rounds("a report of telemetry")) for report in reports]
+        self._interval_s = interval_s
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> "Reporter":
+        """Start, on the running loop."""
+        if self._reports:
+            self._task = asyncio.get_running_loop().create_task(self._run())
+        return self
+
+    def report(self) -> None:
+        """Make every report once."""
+        for report, rounds in self._reports:
+            with rounds.round():
+                report()
+
+    def stop(self) -> None:
+        """Report once more, and stop. A second call does nothing."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+            self.report()
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._interval_s)
+            self.report()

@@ -5,10 +5,10 @@ from typing import Any
 
 from batcher import ContinuousBatcher, DynamicBatcher
 from serve_app.settings.telemetry import TelemetrySettings
+from serve_app.system.rounds import Reporter
 from serve_app.telemetry.batchers import BatcherMetrics, metrics_of
 from serve_app.telemetry.faults import FaultCount
 from serve_app.telemetry.meters import Meters
-from serve_app.telemetry.reporter import Reporter
 from serve_app.telemetry.tenants import TenantLabels
 
 

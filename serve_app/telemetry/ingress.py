@@ -7,10 +7,10 @@ from contextlib import asynccontextmanager
 from serve_app.api.headers import Headers
 from serve_app.api.scheduling import Scheduling
 from serve_app.settings.telemetry import TelemetrySettings
+from serve_app.system.rounds import Reporter
 from serve_app.telemetry import catalogue
 from serve_app.telemetry.faults import FaultCount
 from serve_app.telemetry.meters import Meters
-from serve_app.telemetry.reporter import Reporter
 from serve_app.telemetry.request_log import RequestLog, serve_logs
 from serve_app.telemetry.request_tracker import RequestTracker, TrackedRequest
 from serve_app.telemetry.requests import RequestMetrics

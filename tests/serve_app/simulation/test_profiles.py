@@ -53,7 +53,8 @@ def test_a_built_in_profile_is_possible_on_its_hardware(
     device = PROFILES[name]
     # No step is faster than the weights come from memory, and the cache fits beside them.
     assert device.base_ms >= weights_gb / bandwidth_gb_s * 1000
-    assert device.per_kv_token_ms == pytest.approx(kv_bytes / bandwidth_gb_s / 1e6, rel=0.03)
+    # Context comes at the measured share of the bandwidth at least.
+    assert 1 <= device.per_kv_token_ms * bandwidth_gb_s * 1e6 / kv_bytes * 1.03 <= 2.1
     assert device.kv_tokens * kv_bytes / 1e9 + weights_gb < 0.9 * memory_gb
 
 

@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from serve_app.simulation.profiles import PROFILES
+from serve_app.simulation.profiles import PROFILES, Profile
 from serve_app.tuning.goals import parse_goals
 from serve_app.tuning.planning import MOST_LOAD, RUNS, NoPlanError, Plan, Search, Trials, full_rate
 from serve_app.tuning.twin import ReplicaSettings
 from serve_app.tuning.workload import TokenLengths, Workload
 
 
-def trials(device: str, rate: float, input: str, output: str, goals: str, seed: int = 0) -> Trials:
+def trials(device: str | Profile, rate: float, input: str, output: str, goals: str, seed: int = 0) -> Trials:
     load = Workload.of(rate, TokenLengths.parse(input), TokenLengths.parse(output))
-    return Trials(PROFILES[device], load, parse_goals(goals), seed)
+    return Trials(PROFILES[device] if isinstance(device, str) else device, load, parse_goals(goals), seed)
 
 
 def check(plan: Plan, found: Trials) -> None:
@@ -49,7 +49,14 @@ def test_without_a_tight_goal_the_work_decides() -> None:
 
 
 def test_shorter_steps_are_found_where_tpot_is_tight() -> None:
-    found = trials("h100-70b-tp4", 100, "512", "128:128", "ttft_p99<1,tpot_p99<0.06")
+    steps = {
+        "base_ms": 24.0,
+        "per_prefill_token_ms": 0.07,
+        "per_sequence_ms": 0.05,
+        "per_kv_token_ms": 2.4e-5,
+    }
+    device = PROFILES["h100-70b-tp4"].model_copy(update=steps)
+    found = trials(device, 100, "512", "128:128", "ttft_p99<1,tpot_p99<0.06")
     plan = Search(found, 64).plan()
     check(plan, found)
     default = ReplicaSettings.of(found.profile)
