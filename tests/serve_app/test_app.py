@@ -1,5 +1,6 @@
 """The application of a config's `args`, and imports of its processes."""
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -9,12 +10,12 @@ import pytest
 from ray.serve._private.build_app import BuiltApplication, build_app
 from ray.serve.config import RequestRouterConfig
 
-from serve_app.app import INGRESS_RESOURCE, ROUTER, build
+from serve_app.app import INGRESS_RESOURCE, NEEDED, ROUTER, build, check_environment
 from serve_app.engine.deployment import Engine
 from serve_app.engine.function import FunctionEngine
-from serve_app.settings.environment import CLIENT_HEADERS
+from serve_app.settings.environment import CLIENT_HEADERS, HAPROXY, HOOK
 from serve_app.settings.models import LLMSettings
-from serve_app.settings.schema import SettingsError
+from serve_app.settings.schema import SettingsError, parse
 from serve_app.settings.telemetry import TelemetrySettings
 from serve_app.settings.usage import UsageSettings
 from tests.progress import run
@@ -242,3 +243,39 @@ print(sorted({name.partition(".")[0] for name in sys.modules} & rest))
 """
     done = run([sys.executable, "-c", script])
     assert done.stdout == "[]\n", done.stderr
+
+
+# The check at the start of an application
+
+GUARDED = {"models": [DEMO], "access": {"keys_env": "KEYS"}}
+WHOLE = dict.fromkeys(NEEDED, "any")
+
+
+def without(*names: str) -> dict[str, str]:
+    return {name: value for name, value in WHOLE.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("args", "environment", "warned"),
+    [
+        (GUARDED, WHOLE | {HAPROXY.name: "0"}, []),
+        ({"models": [DEMO]}, {}, NEEDED),
+        # Without HAProxy the keys hold.
+        (GUARDED, without(HAPROXY.name), [HAPROXY.name]),
+    ],
+)
+def test_missing_variables_are_one_warning_with_the_fix(
+    args: Any, environment: dict[str, str], warned: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    check_environment(parse(args), environment)
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(said) == bool(warned)
+    if warned:
+        assert f"lacks {', '.join(warned)}. " in said[0]
+        assert f"{HOOK.name}={HOOK.value}" in said[0]
+
+
+def test_api_keys_are_refused_where_a_client_could_claim_any_address() -> None:
+    callback = CLIENT_HEADERS.name
+    with pytest.raises(SettingsError, match=rf"^access: .*{callback}.*{HOOK.name}"):
+        check_environment(parse(GUARDED), without(callback))

@@ -1,18 +1,11 @@
-"""The environment of Ray's processes, and its check at the start of an application."""
+"""The environment of Ray's processes."""
 
 import json
-import logging
 import subprocess
 import sys
-from typing import Any
 
-import pytest
-
-from serve_app.app import NEEDED, check_environment
 from serve_app.settings.environment import HOOK, MESSAGES, prepare_ray
-from serve_app.settings.schema import SettingsError, parse
 
-DEMO = {"id": "demo", "source": "saturate://demo"}
 HARD_STOP = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"
 HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 
@@ -52,39 +45,3 @@ except RuntimeError as error:
     assert (read[HARD_STOP], read[MESSAGES.name]) == ("77", str(2**31 - 1))
     assert (loaded, limited) == ("False", "True")
     assert second == "Ray Serve was loaded before its environment could be prepared False"
-
-
-# The check at the start of an application
-
-KEYS = {"models": [DEMO], "access": {"keys_env": "KEYS"}}
-WHOLE = dict.fromkeys(NEEDED, "any")
-
-
-def without(*names: str) -> dict[str, str]:
-    return {name: value for name, value in WHOLE.items() if name not in names}
-
-
-@pytest.mark.parametrize(
-    ("args", "environment", "warned"),
-    [
-        (KEYS, WHOLE | {HAPROXY: "0"}, []),
-        ({"models": [DEMO]}, {}, NEEDED),
-        # Without HAProxy the keys hold.
-        (KEYS, without(HAPROXY), [HAPROXY]),
-    ],
-)
-def test_missing_variables_are_one_warning_with_the_fix(
-    args: Any, environment: dict[str, str], warned: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    check_environment(parse(args), environment)
-    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(said) == bool(warned)
-    if warned:
-        assert f"lacks {', '.join(warned)}. " in said[0]
-        assert f"{HOOK.name}={HOOK.value}" in said[0]
-
-
-def test_api_keys_are_refused_where_a_client_could_claim_any_address() -> None:
-    callback = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
-    with pytest.raises(SettingsError, match=rf"^access: .*{callback}.*{HOOK.name}"):
-        check_environment(parse(KEYS), without(callback))
