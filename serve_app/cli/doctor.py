@@ -37,13 +37,13 @@ from serve_app.models.overrides import ask_vllm
 from serve_app.settings.addresses import is_loopback
 from serve_app.settings.config_file import environment_of, mapping, own_applications
 from serve_app.settings.environment import CONNECTIONS, HAPROXY
+from serve_app.settings.fields import below_home
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.schema import parse
 from serve_app.settings.sources import DEMO_MODEL
 from serve_app.settings.turns import UTILIZATION
 from serve_app.system import distribution
 from serve_app.system.gpus import VISIBLE, Devices, DriverError, read_devices, visible_gpus
-from serve_app.system.home import below_home
 from serve_app.system.limits import Space, available_cores, available_memory
 from serve_app.system.private_files import OTHERS, token_file
 from serve_app.system.processes import Listener, environment, listeners

@@ -8,9 +8,9 @@ import click
 
 from serve_app.api.validation import suggestion
 from serve_app.cli.option_values import parsed
+from serve_app.settings.fields import below_home
 from serve_app.simulation.profiles import PROFILES, Profile, read_profile
 from serve_app.system.command_line import Number
-from serve_app.system.home import below_home
 from serve_app.system.progress import Progress
 from serve_app.tuning.goals import METRICS, Goal, batcher_goals, parse_goals
 from serve_app.tuning.plan_report import PlanReport

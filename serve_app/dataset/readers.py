@@ -21,8 +21,8 @@ from serve_app.dataset.formats import (
     read_parquet,
     read_text,
 )
+from serve_app.settings.fields import below_home
 from serve_app.system.distribution import extra
-from serve_app.system.home import below_home
 
 FORMATS = {
     ".jsonl": "jsonl",

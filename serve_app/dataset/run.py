@@ -31,7 +31,7 @@ from serve_app.rows.pacing import Auto, Concurrency, Fixed
 from serve_app.rows.places import Run
 from serve_app.rows.rows import Result, Row, RowAnswer, RowTokens
 from serve_app.rows.runner import Runner, finished
-from serve_app.system.waiting import wait_for_event
+from serve_app.system.cancellation import wait_for_event
 
 ENDPOINT = "/generate"
 

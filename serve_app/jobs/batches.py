@@ -23,8 +23,8 @@ from serve_app.rows.pacing import Clock
 from serve_app.rows.places import Run
 from serve_app.rows.rows import Result, Row, RowAnswer, RowClient
 from serve_app.rows.runner import Runner, finished
+from serve_app.system.cancellation import wait_for_event
 from serve_app.system.database import DatabaseError
-from serve_app.system.waiting import wait_for_event
 
 logger = logging.getLogger("ray.serve")
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from serve_app.ledger.prices import FILE, Prices, unpack
 from serve_app.ledger.remote import NEEDS as NEEDS_REMOTE
 from serve_app.ledger.rows import LedgerRow
+from serve_app.settings.fields import below_home
 from serve_app.system.distribution import extra
-from serve_app.system.home import below_home
 
 BY = ("tenant", "key", "model", "adapter", "tier", "endpoint", "source", "outcome", "day", "replica")
 """Columns by which rows are summed."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from serve_app.models.errors import ModelError
 from serve_app.models.hub import Hub, read_model
 from serve_app.models.model_files import ModelFiles, read_folder
-from serve_app.system.home import below_home
+from serve_app.settings.fields import below_home
 
 CONFIG_SUFFIXES = {".yaml", ".yml"}
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")

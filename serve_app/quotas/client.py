@@ -25,7 +25,7 @@ from serve_app.quotas.counters import (
 from serve_app.quotas.holder import HeldCounter, Holder, Reservation
 from serve_app.settings.usage import Quota, QuotasSettings
 from serve_app.system import cancellation
-from serve_app.system.waiting import wait_for_event
+from serve_app.system.cancellation import wait_for_event
 
 logger = logging.getLogger("ray.serve")
 

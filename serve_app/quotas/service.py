@@ -14,9 +14,9 @@ from serve_app.quotas.windows import WindowClock
 from serve_app.settings.batches import BatchesSettings
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.usage import QuotasSettings
+from serve_app.system.cancellation import wait_for_event
 from serve_app.system.database import DatabaseError, FencedError, UnusableError
 from serve_app.system.rounds import Rounds
-from serve_app.system.waiting import wait_for_event
 
 logger = logging.getLogger("ray.serve")
 

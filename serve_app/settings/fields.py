@@ -1,5 +1,6 @@
 """Field types that several sections of the settings share."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -9,8 +10,6 @@ from pydantic import (
     ConfigDict,
     Field,
 )
-
-from serve_app.system.home import below_home
 
 Positive = Annotated[int, Field(strict=True, ge=1)]
 NotNegative = Annotated[int, Field(strict=True, ge=0)]
@@ -27,6 +26,15 @@ Group = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
 Host = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")]
 """The name of a host, in lower case, without scheme and port."""
+
+
+def below_home(path: str) -> Path:
+    """Return a path with its `~` or `~name` replaced; for an unknown user the path stays unchanged.
+
+    `Path.expanduser` raises a RuntimeError for an unknown user, which would show as a stack trace. The
+    unchanged path is reported as missing, like any other path.
+    """
+    return Path(os.path.expanduser(path))
 
 
 def _folder(path: str) -> str:

@@ -1,4 +1,4 @@
-"""Distinguish a cancellation of this task from a cancelled Ray Serve call."""
+"""Cancellations of tasks: whose they are, and a wait that loses none."""
 
 import asyncio
 
@@ -11,3 +11,13 @@ def is_own() -> bool:
     """
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+async def wait_for_event(event: asyncio.Event, most_s: float) -> bool:
+    """Wait for an event for at most `most_s` seconds; return whether it was set."""
+    try:
+        # Not `asyncio.wait_for`, which may lose a cancellation: see `pyproject.toml`.
+        async with asyncio.timeout(most_s):
+            return await event.wait()
+    except TimeoutError:
+        return False

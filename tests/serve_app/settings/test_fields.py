@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.system.home import below_home
+from serve_app.settings.fields import below_home
 
 
 def test_a_home_is_replaced_and_that_of_no_user_stays(monkeypatch: pytest.MonkeyPatch) -> None:

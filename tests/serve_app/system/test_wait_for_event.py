@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from serve_app.system.waiting import wait_for_event
+from serve_app.system.cancellation import wait_for_event
 
 
 async def test_an_event_that_comes_ends_the_wait() -> None:
