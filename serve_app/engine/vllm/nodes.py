@@ -6,6 +6,7 @@ splits a bundle, so that the layers of a stage are exchanged within a node.
 """
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -92,6 +93,19 @@ class NodesExecutor(seams.ray_executor_v2.RayExecutorV2):  # type: ignore[misc]
         vllms.get_bundles_sorted_by_node = places
         vllms.RayWorkerProc = NodeWorker
         super()._init_executor()
+
+    def register_failure_callback(self, callback: Callable[[], None]) -> None:
+        """Have the engine's process end when a worker has died.
+
+        The engine may wait for a message of that worker over TCP, which vLLM can't cancel: it would hang for
+        as long as `engine_hang_timeout_s`.
+        """
+
+        def end() -> None:
+            callback()
+            os._exit(1)
+
+        super().register_failure_callback(end)
 
     def compile_or_warm_up_model(self) -> None:
         """Warm the workers up; on a CPU vLLM may skip the step in which a stage makes its buffers."""
