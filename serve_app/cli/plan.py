@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from typing import get_args
 
 import click
 
@@ -11,11 +12,12 @@ from serve_app.cli.option_values import parsed
 from serve_app.settings.fields import below_home
 from serve_app.simulation.profiles import PROFILES, Profile, read_profile
 from serve_app.system.command_line import Number
+from serve_app.system.distribution import build
 from serve_app.system.progress import Progress
+from serve_app.tuning.fleet import Routing
 from serve_app.tuning.goals import METRICS, Goal, batcher_goals, parse_goals
 from serve_app.tuning.plan_report import PlanReport
 from serve_app.tuning.planning import FitError, NoPlanError, Search, Trials, check_fit
-from serve_app.tuning.twin import MARGINS, Routing
 from serve_app.tuning.workload import BatchWork, LengthError, StepGoals, TokenLengths, Workload
 
 BOUND = 0.95
@@ -117,7 +119,7 @@ def parse_batch(text: str) -> tuple[TokenLengths, TokenLengths]:
 )
 @click.option(
     "--routing",
-    type=click.Choice(list(MARGINS)),
+    type=click.Choice(get_args(Routing)),
     default="prefix",
     show_default=True,
     help="The model's `routing`.",
@@ -164,13 +166,14 @@ def plan(
 ) -> int:
     """Find the fewest replicas that hold latency goals, and settings for them.
 
-    The answer comes from a model of the service in virtual time: router, batcher, vLLM's scheduler, and the
-    step times of a device. Nothing is started. The answer holds for a device with this profile; for your
-    device, measure its profile first with `saturate profile`.
+    The service runs on a virtual clock: the choice of a replica, the batchers, and vLLM's engines, whose
+    steps take the times of a device. No server is started. The answer holds for a device with this profile;
+    for your device, measure its profile first with `saturate profile`.
 
     \b
     Exit codes:
       0  there is a plan
+      1  vLLM is not installed
       2  an option is wrong, or requests don't fit the device
       3  no plan holds the goals; the output has the best plan found
 
@@ -203,7 +206,13 @@ def plan(
     report = PlanReport(trials, price_per_hour)
     progress = Progress(every_s=LINE_S)
     try:
-        found = Search(trials, max_replicas, lambda line: progress.show(f"trying {line}")).plan()
+        found = Search(trials, max_replicas, progress.show).plan()
+    except ModuleNotFoundError as error:
+        if error.name != "vllm":
+            raise
+        raise click.ClickException(
+            f"vLLM is not installed, and a plan runs its scheduler; install {build('cpu')}"
+        ) from None
     except NoPlanError as error:
         progress.end()
         if as_json:

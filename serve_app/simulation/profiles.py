@@ -6,7 +6,7 @@ each sequence and `per_kv_token_ms` for each token of context. Weights and cache
 `h100-7b` is measured: `saturate profile` on an H100 80GB, and `per_prefill_token_ms` from the throughput of
 128 and 256 streams, since that profile had a point in which a kernel was compiled (0.0242 ms). Sleep, wake
 and the pinning of the first sleep were measured on the same day; `load_s` is for random weights. `serial_ms`
-is the value for which the model of `saturate plan` has the measured median of 32 streams.
+is the value for which `saturate plan` has the measured median of 32 streams.
 
 The other built-in profiles are arithmetic, from public figures and from the shares of them that `h100-7b`
 reaches: 75% of the bandwidth for weights (4.55 ms of 6.09 ms), 52% for context, 68% of the peak for prompts.

@@ -7,9 +7,9 @@ from typing import Any
 
 from serve_app.system.tables import duration, text_table
 from serve_app.system.yaml_text import dump
+from serve_app.tuning.fleet import ReplicaSettings
 from serve_app.tuning.goals import Goal, batcher_goals
-from serve_app.tuning.planning import MOST_LOAD, SHOWN, Figures, NoPlanError, Plan, Trial, Trials
-from serve_app.tuning.twin import ReplicaSettings
+from serve_app.tuning.planning import MOST_LOAD, RUNS, SHOWN, Figures, NoPlanError, Plan, Trial, Trials
 
 MEGA = 1e6
 HOUR_S = 3600.0
@@ -104,10 +104,8 @@ class PlanReport:
         sections: dict[str, Any] = {}
         if settings.max_num_batched_tokens != self.trials.profile.max_num_batched_tokens:
             sections["engine"] = {"max_num_batched_tokens": settings.max_num_batched_tokens}
-        if settings.max_running is not None:
-            sections["batcher"] = {"max_running": settings.max_running}
         if settings.overcommit:
-            sections.setdefault("batcher", {})["policy"] = "max_utilization"
+            sections["batcher"] = {"policy": "max_utilization"}
         return sections
 
     def _headline(self, answer: Trial) -> Iterable[str]:
@@ -157,7 +155,7 @@ class PlanReport:
             "▶" if chosen else "",
             str(row.replicas),
             ", ".join(short) or "default",
-            *(duration(row.figures[key], row.errors[key]) for key in keys),  # type: ignore[index]
+            *(duration(row.figures[key], row.errors[key] or None) for key in keys),  # type: ignore[index]
             f"{workload.rate * workload.output.expected:,.0f}",
             f"{row.row_tokens_per_s:,.0f}" if workload.batch is not None else "",
             f"{row.load:.0%}",
@@ -182,8 +180,8 @@ class PlanReport:
         for goal in answer.unsure(trials.goals):
             yield f"{goal.name} is closer to its bound than its error; with one replica more it is safer."
         yield (
-            f"±: error of 95% from {answer.requests:,} simulated requests per row. load: requests/s as a "
-            "share of the most that the replicas can do."
+            f"±: error of 95% from {answer.requests:,} simulated requests in {RUNS} runs; other rows are "
+            "from one run. load: requests/s as a share of the most that the replicas can do."
         )
         yield "KV: mean share of the cache that is reserved."
         if trials.workload.batch is not None:

@@ -1,15 +1,18 @@
-"""The search for a plan: the fewest replicas, and settings with which latency goals hold, in the twin."""
+"""The search for a plan: the fewest replicas, and settings, with which goals hold on a virtual clock."""
 
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import NamedTuple
 
 from batcher.stats import percentiles
 from serve_app.simulation.profiles import Profile, Work
+from serve_app.tuning.fleet import Fleet, ReplicaSettings, Request, Routing, Run, in_processes, open_loop
 from serve_app.tuning.goals import METRICS, Goal, Metric
-from serve_app.tuning.twin import Fleet, ReplicaSettings, Request, Routing, Run, closed_loop, open_loop
-from serve_app.tuning.workload import Workload
+from serve_app.tuning.workload import Draw, Workload
 
 SHOWN = (50, 99)
 """Percentiles of every metric in a table."""
@@ -20,28 +23,29 @@ MOST_LOAD = 0.95
 STEP_TOKENS = (16_384, 8_192, 4_096, 2_048, 1_024, 512)
 """Values of `max_num_batched_tokens` that are tried: smaller ones make steps short, and prompts take more."""
 
-WINDOWS = (1.1, 1.3, 1.6, 2.0)
-"""Values of `max_running` that are tried, as multiples of the requests that run on average."""
-
 RUNS = 4
-"""Runs of a trial whose figures are shown."""
+"""Runs of the answer, and of trials that are close to a goal; other trials are one run each."""
 
-BESIDE = (-1, 1, 2)
+CLOSE = 1.25
+"""Ratio of a bound to a figure, or the inverse, below which one run doesn't decide."""
+
+BESIDE = (-1, 1)
 """Rows of the table around the answer, by the difference in replicas."""
 
-SAMPLE = 6
+SAMPLE = 2
 """Most replicas that are simulated: a sample of a larger fleet, with its share of the requests."""
 
-LEAST_COUNTED, MOST_COUNTED = 2_000, 4_000
-"""Requests of a run that count."""
+COUNTED_TOKENS, LEAST_COUNTED, MOST_COUNTED = 120_000, 300, 600
+"""Tokens of answers in the part of a run that counts, and the least and most requests of that part."""
 
-COUNTED_LIVES, WARM_UP_LIVES = 6.0, 3.0
-"""Length of the counted part and of the warm-up, in the time that a request takes."""
+WARM_UP_LIVES = 2.0
+"""Length of the warm-up, in the time that a request takes."""
 
-BATCH_S, LEAST_BESIDE = 300.0, 200
+BATCH_S, LEAST_BESIDE = 20.0, 60
 """Most virtual seconds of a run beside a batch, unless fewer requests than this come in them."""
 
 LONE_REQUESTS = 400
+"""Requests of which the times are computed that they have alone in the service."""
 
 STUDENT = {2: 12.7, 3: 4.30, 4: 3.18, 5: 2.78}
 """Half width of an interval of 95% by the number of runs, in standard errors of their mean."""
@@ -51,6 +55,15 @@ MOST_SHARE = 0.9
 
 Figures = Mapping[tuple[Metric, int], float]
 """Seconds by metric and percentile."""
+
+
+class Times(NamedTuple):
+    """Times of a request in seconds, and the tokens of its answer."""
+
+    ttft_s: float
+    tpot_s: float
+    latency_s: float
+    output: int
 
 
 class FitError(ValueError):
@@ -83,7 +96,7 @@ def full_rate(profile: Profile, workload: Workload, settings: ReplicaSettings) -
     """
     prompt, output = workload.input.expected, workload.output.expected
     computed = workload.computed(round(prompt))
-    running = min(settings.sequences, profile.kv_tokens / (prompt + workload.max_tokens))
+    running = min(settings.max_num_seqs, profile.kv_tokens / (prompt + workload.max_tokens))
     begin = min(running / output, settings.max_num_batched_tokens / (computed + output))
     decoding = begin * output
     return begin / profile.step.seconds(Work(begin * computed, decoding, decoding * (prompt + output / 2)))
@@ -106,9 +119,26 @@ def expected_latency_s(profile: Profile, workload: Workload, rate: float) -> flo
     return profile.request_ms / 1e3 + output * base / (1 - min(rate * own, MOST_SHARE)) + own
 
 
+def lone_times(profile: Profile, workload: Workload, settings: ReplicaSettings, draw: Draw) -> Times:
+    """Return the times of a request that is alone in the service: its steps have no other work."""
+    step, most = profile.step, settings.max_num_batched_tokens
+    left = workload.computed(draw.prompt)
+    first_s = profile.request_ms / 1e3
+    while left:
+        part = min(left, most)
+        left -= part
+        # A prompt of one token is computed like a token of an answer.
+        tokens = part if draw.prompt > 1 else 0
+        first_s += step.seconds(Work(tokens, 1, draw.prompt - left))
+    further = draw.output - 1
+    context = further * draw.prompt + further * (further + 1) / 2
+    rest_s = further * step.seconds(Work(0, 1, 0)) + step.context_token * context
+    return Times(first_s, rest_s / max(further, 1), first_s + rest_s, draw.output)
+
+
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What the twin says about a number of replicas with some settings.
+    """What the simulation says about a number of replicas with some settings.
 
     Attributes:
         replicas: Number of replicas.
@@ -119,7 +149,7 @@ class Trial:
         load: Requests per second, as a share of what the replicas can do.
         busy: Share of the time in which steps run.
         held: Mean share of the KV cache that is reserved.
-        running: The most requests in a step.
+        running: The most requests in an engine.
         requests: Requests that were counted.
         row_tokens_per_s: Tokens of rows' answers per second of all replicas.
         short_of_rows: The rows have fewer tokens per second than are needed.
@@ -180,35 +210,45 @@ class Trials:
         for goal in goals:
             points[goal.metric].add(goal.percentile)
         self._points = {metric: sorted(each) for metric, each in points.items()}
-        self._kept: dict[tuple[int, ReplicaSettings, int], Trial] = {}
+        self._runs: dict[tuple[int, ReplicaSettings, int], Run] = {}
 
     def load(self, replicas: int, settings: ReplicaSettings) -> float:
         """Return the requests per second as a share of what the replicas can do."""
         return self.workload.rate / (replicas * full_rate(self.profile, self.workload, settings))
 
     def lone(self, settings: ReplicaSettings) -> Figures:
-        """Return the figures of requests that are alone in the service."""
-        workload = replace(self.workload, batch=None)
-        fleet = Fleet(self.profile, settings, 1, workload, self._routing, self._seed)
-        run = closed_loop(fleet, workload, self._seed, streams=1, requests=LONE_REQUESTS)
-        return self._figures(run.requests)
+        """Return the figures of requests that are alone in the service, by arithmetic."""
+        draws = islice(self.workload.draws(self._seed), LONE_REQUESTS)
+        return self._figures(lone_times(self.profile, self.workload, settings, draw) for draw in draws)
+
+    def run(
+        self,
+        wanted: Iterable[tuple[int, ReplicaSettings, int]],
+        ended: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Make the runs of trials that are missing, side by side.
+
+        Args:
+            wanted: Trials, by the arguments of `trial`.
+            ended: Called after each run.
+        """
+        keys = [(count, each, number) for count, each, runs in wanted for number in range(runs)]
+        missing = [key for key in dict.fromkeys(keys) if key not in self._runs]
+        jobs = [partial(self._run, *key) for key in missing]
+        if jobs:
+            self._runs |= zip(missing, in_processes(jobs, ended), strict=True)
 
     def trial(self, replicas: int, settings: ReplicaSettings, runs: int = 1) -> Trial:
         """Return what `runs` runs say about replicas with some settings."""
-        key = replicas, settings, runs
-        if key not in self._kept:
-            self._kept[key] = self._trial(*key)
-        return self._kept[key]
-
-    def _trial(self, replicas: int, settings: ReplicaSettings, runs: int) -> Trial:
-        done = [self._run(replicas, settings, self._seed + number) for number in range(runs)]
-        figures = self._figures(request for run, _ in done for request in run.requests)
+        self.run([(replicas, settings, runs)])
+        done = [self._runs[replicas, settings, number] for number in range(runs)]
+        figures = self._figures(request for run in done for request in run.requests)
         errors = dict.fromkeys(figures, 0.0)
         if runs > 1:
-            parts = [self._figures(run.requests) for run, _ in done]
+            parts = [self._figures(run.requests) for run in done]
             factor = STUDENT[runs] / math.sqrt(runs)
             errors = {key: factor * statistics.stdev(part[key] for part in parts) for key in figures}
-        rows = statistics.fmean(run.row_tokens_per_s * replicas / sample for run, sample in done)
+        rows = statistics.fmean(run.row_tokens_per_s for run in done) * replicas / self._sample(replicas)
         batch = self.workload.batch
         return Trial(
             replicas=replicas,
@@ -217,42 +257,34 @@ class Trials:
             errors=errors,
             misses=tuple(goal for goal in self.goals if figures[goal.key] >= goal.bound),
             load=self.load(replicas, settings),
-            busy=statistics.fmean(run.busy for run, _ in done),
-            held=statistics.fmean(run.held for run, _ in done),
-            running=max(run.most_running for run, _ in done),
-            requests=sum(len(run.requests) for run, _ in done),
+            busy=statistics.fmean(run.busy for run in done),
+            held=statistics.fmean(run.held for run in done),
+            running=max(run.most_running for run in done),
+            requests=sum(len(run.requests) for run in done),
             row_tokens_per_s=rows,
             short_of_rows=batch is not None and rows < batch.tokens_per_s,
         )
 
-    def _run(self, replicas: int, settings: ReplicaSettings, seed: int) -> tuple[Run, int]:
-        """Return a run, and the number of replicas that were simulated."""
-        workload = self.workload
+    def _sample(self, replicas: int) -> int:
+        """Return the number of replicas that are simulated. With rows, each of them is full of work."""
+        return min(replicas, SAMPLE if self.workload.batch is None else 1)
+
+    def _run(self, replicas: int, settings: ReplicaSettings, number: int) -> Run:
+        workload, seed = self.workload, self._seed + number
+        sample = self._sample(replicas)
         rate = workload.rate / replicas
-        life = expected_latency_s(self.profile, workload, rate)
-        # A replica with many requests at once needs fewer replicas beside it.
-        sample = min(replicas, SAMPLE, max(2, int(MOST_COUNTED / (COUNTED_LIVES * life * rate + 1))))
+        warm_up_s = WARM_UP_LIVES * expected_latency_s(self.profile, workload, rate)
         rate *= sample
-        warm_up_s = WARM_UP_LIVES * life
+        counted = min(max(COUNTED_TOKENS / workload.output.expected, LEAST_COUNTED), MOST_COUNTED)
         if workload.batch is not None:
             # The first rows all have their prompts before them.
             warm_up_s = max(warm_up_s, workload.batch.output.expected * workload.step_s(self.profile))
-        counted = min(max(COUNTED_LIVES * life * rate, LEAST_COUNTED), MOST_COUNTED)
-        if workload.batch is not None:
-            # Rows keep the replicas busy between requests, too.
             counted = min(counted, max(BATCH_S * rate, LEAST_BESIDE))
         fleet = Fleet(self.profile, settings, sample, workload, self._routing, seed)
-        run = open_loop(
-            fleet,
-            workload,
-            seed,
-            rate=rate,
-            warm_up=math.ceil(min(warm_up_s * rate, MOST_COUNTED)),
-            counted=math.ceil(counted),
-        )
-        return run, sample
+        warm_up = min(math.ceil(warm_up_s * rate), MOST_COUNTED)
+        return open_loop(fleet, workload, seed, rate=rate, warm_up=warm_up, counted=math.ceil(counted))
 
-    def _figures(self, requests: Iterable[Request]) -> Figures:
+    def _figures(self, requests: Iterable[Request | Times]) -> Figures:
         found = list(requests)
         samples: dict[Metric, list[float]] = {
             "ttft": [request.ttft_s for request in found],
@@ -306,7 +338,7 @@ class Search:
     Args:
         trials: Runs the trials.
         most: Most replicas.
-        progress: Called with a line about each step.
+        progress: Called with a line about each step, and after each run.
     """
 
     def __init__(
@@ -316,6 +348,7 @@ class Search:
         self._most = most
         self._progress = progress
         self._default = ReplicaSettings.of(trials.profile)
+        self._done = 0
 
     def plan(self) -> Plan:
         """Return the plan.
@@ -323,20 +356,18 @@ class Search:
         Raises:
             NoPlanError: There is none.
         """
-        self._check_lone()
+        lone = self._check_lone()
         least = self.least_replicas()
         if least > self._most:
-            raise self._too_many(least)
-        found = plain = self._fewest(least, lambda count: self._try(count, self._default).holds)
-        most = self._most if found is None else found - 1
-        if most >= least:
-            fewer = self._fewest(least, lambda count: self._chosen(count) is not None, most)
-            found = fewer or found
-        if found is None:
-            best = max(self._candidates(self._most), key=self._slack)
-            raise self._missed(self._try(self._most, best.settings, RUNS))
-        answer = self._confirmed(found)
-        return Plan(answer, tuple(self._rows(answer, plain)), least)
+            raise self._too_many(least, lone)
+        for count in range(self._fewest(least), self._most + 1):
+            chosen = self._chosen(count)
+            if chosen is not None and (answer := self._confirmed(chosen)).holds:
+                return Plan(answer, tuple(self._rows(answer)), least)
+        best = max(self._seen(self._most), key=self._slack)
+        if (answer := self._confirmed(best)).holds:
+            return Plan(answer, tuple(self._rows(answer)), least)
+        raise self._missed(answer)
 
     def least_replicas(self) -> int:
         """Return the fewest replicas that can do the work."""
@@ -344,11 +375,20 @@ class Search:
         rate = full_rate(trials.profile, trials.workload, self._default)
         return max(1, math.ceil(trials.workload.rate / (MOST_LOAD * rate) - 1e-9))
 
-    def _try(self, replicas: int, settings: ReplicaSettings, runs: int = 1) -> Trial:
-        self._progress(f"{replicas} replica{'s' if replicas != 1 else ''}")
-        return self._trials.trial(replicas, settings, runs)
+    def _run(self, *wanted: tuple[int, ReplicaSettings, int]) -> None:
+        """Make the runs of trials, and show that they are made."""
+        counts = sorted({count for count, _, _ in wanted})
+        line = f"{' and '.join(map(str, counts))} replica{'s' if counts != [1] else ''}"
 
-    def _check_lone(self) -> None:
+        def ended() -> None:
+            self._done += 1
+            self._progress(f"trying {line}, {self._done} run{'s' if self._done != 1 else ''} so far")
+
+        if wanted:
+            self._progress(f"trying {line}" if self._done else f"loading vLLM, to try {line}")
+        self._trials.run(wanted, ended)
+
+    def _check_lone(self) -> Figures:
         """Raise a NoPlanError if a request that is alone in the service misses a goal."""
         lone = self._trials.lone(self._default)
         if missed := tuple(goal for goal in self._trials.goals if lone[goal.key] >= goal.bound):
@@ -358,17 +398,16 @@ class Search:
                 lone,
                 missed,
             )
+        return lone
 
-    def _too_many(self, least: int) -> NoPlanError:
+    def _too_many(self, least: int, lone: Figures) -> NoPlanError:
         trials = self._trials
-        trial = trials.trial(self._most, self._default)
         rate = full_rate(trials.profile, trials.workload, self._default)
         return NoPlanError(
             f"{self._most} replicas can't do the work: each does {rate:.3g} requests per second at most, so "
             f"{trials.workload.rate:g} take at least {least} with a load of {MOST_LOAD:.0%}",
-            trial.figures,
-            trial.misses,
-            trial,
+            lone,
+            (),
         )
 
     def _missed(self, trial: Trial) -> NoPlanError:
@@ -384,96 +423,105 @@ class Search:
             trial,
         )
 
-    def _fewest(self, least: int, holds: Callable[[int], bool], most: int | None = None) -> int | None:
-        """Return the smallest count for which `holds` is true, by bisection; None: it is false for `most`.
+    def _guess(self, least: int) -> int:
+        """Return the fewest replicas with which the goals hold for a mean request, by arithmetic."""
+        profile, workload = self._trials.profile, self._trials.workload
+        means = {"tpot": workload.output.expected, "latency": 1.0}
+        bounds = [goal.bound * means[goal.metric] for goal in self._trials.goals if goal.metric in means]
+        for count in range(least, self._most):
+            if expected_latency_s(profile, workload, workload.rate / count) < min(bounds, default=math.inf):
+                return count
+        return least
 
-        Without `most`, the upper bound is found by doubling the distance.
+    def _fewest(self, least: int) -> int:
+        """Return the fewest replicas that hold the goals in one run; one more than allowed: there are none.
+
+        The first number is a guess. From it the distance is doubled, and then halved.
         """
-        high, step = least, 1
-        if most is None:
-            while not holds(high):
-                if high == self._most:
-                    return None
-                least, high, step = high + 1, min(high + step, self._most), 2 * step
-        else:
-            high = most
-            if not holds(high):
-                return None
-        while least < high:
-            middle = (least + high) // 2
-            if holds(middle):
-                high = middle
+        low, high, step, count = least - 1, self._most + 1, 1, self._guess(least)
+        while high - low > 1:
+            if count > least and low < least:
+                # A plan shows both.
+                self._run((count, self._default, 1), (count - 1, self._default, 1))
+            if self._chosen(count) is not None:
+                high = count
             else:
-                least = middle + 1
+                low = count
+            if low < least:
+                count = max(least, high - step)
+            elif high > self._most:
+                count = min(self._most, low + step)
+            else:
+                count = (low + high) // 2
+            step *= 2
         return high
 
-    def _chosen(self, replicas: int, runs: int = 1) -> Trial | None:
-        """Return the trial with default settings if the goals hold, else with the settings of most slack."""
-        default = self._try(replicas, self._default, runs)
-        if default.holds:
-            return default
-        holding = [trial for trial in self._candidates(replicas) if trial.holds]
-        for trial in sorted(holding, key=self._slack, reverse=True):
-            sure = self._try(replicas, trial.settings, runs)
-            if sure.holds:
-                return sure
-        return None
+    def _chosen(self, replicas: int) -> Trial | None:
+        """Return the trial with default settings if the goals hold, else with others that hold them."""
+        holding = [trial for trial in self._seen(replicas) if trial.holds]
+        return max(holding, key=self._slack, default=None)
 
-    def _candidates(self, replicas: int) -> Iterator[Trial]:
-        """Yield trials of a grid: the tokens of a step, then, with the best of them, the window."""
-        trials, default = self._trials, self._default
-        first = trials.trial(replicas, default)
-        sizes = [default]
-        for tokens in STEP_TOKENS:
-            # vLLM refuses fewer tokens than sequences.
-            if default.max_num_seqs <= tokens < default.max_num_batched_tokens:
-                sizes.append(replace(default, max_num_batched_tokens=tokens))
-        if trials.workload.batch is not None:
-            sizes.append(replace(default, overcommit=True))
-        seen = [
-            self._try(replicas, settings)
-            for settings in sizes
-            if trials.load(replicas, settings) <= MOST_LOAD
+    def _seen(self, replicas: int) -> list[Trial]:
+        """Return the trial with default settings, and others if the goals don't hold."""
+        (default,) = self._decided((replicas, self._default))
+        others = [] if default.holds else self._others(default)
+        return [default, *self._decided(*((replicas, each) for each in others))]
+
+    def _decided(self, *wanted: tuple[int, ReplicaSettings]) -> list[Trial]:
+        """Return trials of one run each, and of more runs where a figure is close to its bound."""
+        trials = self._trials
+        self._run(*((*each, 1) for each in wanted))
+        close = [each for each in wanted if 1 / CLOSE < self._slack(trials.trial(*each)) < CLOSE]
+        self._run(*((*each, RUNS) for each in close))
+        return [trials.trial(*each, RUNS if each in close else 1) for each in wanted]
+
+    def _others(self, default: Trial) -> list[ReplicaSettings]:
+        """Return settings that may hold the goals that the default settings miss.
+
+        Shorter steps make further tokens come sooner, and first tokens later. Rows that reserve less of the
+        KV cache run in greater number.
+        """
+        trials, plain = self._trials, self._default
+        profile, workload = trials.profile, trials.workload
+        found = []
+        bounds = [goal.bound for goal in default.misses if goal.metric == "tpot"]
+        if bounds and not any(goal.metric == "ttft" for goal in default.misses):
+            running = workload.rate / default.replicas * default.figures["latency", 50]
+            context = running * (workload.input.expected + workload.output.expected / 2)
+            rest_s = min(bounds) - profile.step.seconds(Work(0, running, context))
+            tokens = max(rest_s, 0.0) / max(profile.step.prompt_token, 1e-9) + running
+            sizes = [
+                each for each in STEP_TOKENS if plain.max_num_seqs <= each < plain.max_num_batched_tokens
+            ]
+            fitting = [each for each in sizes if each <= tokens] or sizes[-1:]
+            found += [replace(plain, max_num_batched_tokens=each) for each in fitting[:1]]
+        if default.short_of_rows:
+            found.append(replace(plain, overcommit=True))
+        return [each for each in found if trials.load(default.replicas, each) <= MOST_LOAD]
+
+    def _confirmed(self, trial: Trial) -> Trial:
+        """Return a trial from more runs, made beside those of the rows around it."""
+        key = trial.replicas, trial.settings
+        self._run((*key, RUNS), *((*each, 1) for each in self._around(trial)))
+        return self._trials.trial(*key, RUNS)
+
+    def _around(self, answer: Trial) -> list[tuple[int, ReplicaSettings]]:
+        """Return the rows around the answer."""
+        counts = [answer.replicas + more for more in BESIDE]
+        load = self._trials.load
+        rows = [
+            (count, answer.settings)
+            for count in counts
+            if 1 <= count <= self._most and load(count, answer.settings) < 1
         ]
-        yield from seen
-        best = max(seen or [first], key=self._slack)
-        running = trials.workload.rate / replicas * best.figures["latency", 50]
-        for factor in WINDOWS:
-            settings = replace(best.settings, max_running=max(1, math.ceil(factor * running)))
-            if settings.sequences < best.running and trials.load(replicas, settings) <= MOST_LOAD:
-                yield self._try(replicas, settings)
+        return rows if answer.settings == self._default else [*rows, (answer.replicas, self._default)]
 
-    def _confirmed(self, replicas: int) -> Trial:
-        """Return the answer, from more runs; with more replicas if the goals don't hold in these runs.
-
-        Raises:
-            NoPlanError: More replicas than allowed are needed.
-        """
-        last = None
-        for count in range(replicas, self._most + 1):
-            if (chosen := self._chosen(count, RUNS)) is not None:
-                return chosen
-            last = self._try(count, max(self._candidates(count), key=self._slack).settings, RUNS)
-        assert last is not None
-        raise self._missed(last)
-
-    def _rows(self, answer: Trial, plain: int | None) -> Iterator[Trial]:
-        """Yield the answer and trials around it, by the number of replicas.
-
-        Args:
-            answer: The answer.
-            plain: The fewest replicas with default settings; None: more than allowed.
-        """
-        trials, settings, default = self._trials, answer.settings, self._default
-        wanted = [(answer.replicas + more, settings) for more in BESIDE]
-        if settings != default:
-            wanted[2:] = [(answer.replicas, default), (plain or self._most, default)]
-        rows = {(answer.replicas, settings): answer}
-        for count, each in wanted:
-            if 1 <= count <= self._most and trials.load(count, each) < 1 and (count, each) not in rows:
-                rows[count, each] = self._try(count, each, RUNS)
-        for _, row in sorted(rows.items(), key=lambda item: (item[0][0], item[0][1] != settings)):
-            yield row
+    def _rows(self, answer: Trial) -> Iterator[Trial]:
+        """Yield the answer and trials around it, by the number of replicas."""
+        around = self._around(answer)
+        fewer = self._decided(*(each for each in around if each[0] <= answer.replicas))
+        others = [*fewer, *(self._trials.trial(*each) for each in around if each[0] > answer.replicas)]
+        yield from sorted([answer, *others], key=lambda row: (row.replicas, row is not answer))
 
     def _slack(self, trial: Trial) -> float:
         return trial.slack(self._trials.goals)

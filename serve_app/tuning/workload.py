@@ -101,20 +101,6 @@ class Draw(NamedTuple):
     route: float
 
 
-class Arrival(NamedTuple):
-    """A request that is known before it is sent.
-
-    Attributes:
-        at_s: When it is sent, in seconds from the begin of the load.
-        prompt: Tokens of its prompt.
-        output: Tokens of its answer, and its `max_tokens`.
-    """
-
-    at_s: float
-    prompt: int
-    output: int
-
-
 class BatchWork(NamedTuple):
     """Rows of a batch, of which there are always more.
 

@@ -1,6 +1,7 @@
 """vLLM's options and the batcher's limits, from the settings of a model."""
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from vllm.reasoning import ReasoningParserManager
@@ -134,8 +135,13 @@ def text_batcher_of(settings: BatcherSettings, lanes: Lanes) -> ContinuousBatche
     )
 
 
-def batcher_of(settings: BatcherSettings, limits: BatcherLimits, lanes: Lanes) -> ContinuousBatcher:
-    """Return the batcher that admits jobs within `limits`, and as the `lanes` allow."""
+def batcher_of(
+    settings: BatcherSettings,
+    limits: BatcherLimits,
+    lanes: Lanes | None,
+    clock: Callable[[], float] = time.monotonic,
+) -> ContinuousBatcher:
+    """Return the batcher that admits jobs within `limits`, and as the `lanes` allow, on a clock."""
     return ContinuousBatcher(
         capacity=limits.capacity,
         max_running=limits.max_running,
@@ -149,4 +155,5 @@ def batcher_of(settings: BatcherSettings, limits: BatcherLimits, lanes: Lanes) -
         background=limits.background,
         lanes=lanes,
         max_starting=STARTING,
+        clock=clock,
     )

@@ -10,9 +10,12 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
 
-from serve_app.engine.vllm.options import vllm_args
-from serve_app.engine.vllm.scheduler import LiveFirst, scheduler_class
+from batcher import ContinuousBatcher
+from serve_app.engine.vllm.client import goals_left
+from serve_app.engine.vllm.options import batcher_of, limits_of, vllm_args
+from serve_app.engine.vllm.scheduler import GOALS, LiveFirst, scheduler_class
 from serve_app.engine.vllm.seams import EngineCore, EngineCoreRequest
+from serve_app.engine.vllm.stats import FULL
 from serve_app.settings.models import LLMSettings
 from serve_app.simulation.device import Device
 from serve_app.simulation.profiles import Profile
@@ -48,6 +51,7 @@ class VirtualEngine:
 
     Attributes:
         time: The device's clock.
+        settings: The model.
         core: The engine.
         host_s: Seconds that vLLM takes between two steps, the device idle or not.
         submit_s: Seconds that each of the two parts of a submission takes.
@@ -61,6 +65,7 @@ class VirtualEngine:
     def __init__(self, time: VirtualClock, settings: LLMSettings) -> None:
         args = AsyncEngineArgs.from_cli_args(vllm_args(settings))
         self.time = time
+        self.settings = settings
         self.host_s = self.submit_s = 0.0
         args.scheduler_cls = self._scheduler() if self.live_first else None
         config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
@@ -101,6 +106,21 @@ class VirtualEngine:
             name, prompt, [*images], params, None, time.time(), adapter, None, None, priority=priority
         )
         self.core.add_request(*self.core.preprocess_add_request(asked))
+
+    def batcher(self) -> ContinuousBatcher:
+        """Return the batcher of this engine, on its clock."""
+        limits = limits_of(self.settings.batcher, self.core)
+        return batcher_of(self.settings.batcher, limits, None, self.time)
+
+    def goals(self, age_s: float, *, live: bool) -> dict[str, Any]:
+        """Return the fields of `add` that tell the goals of a request, by the seconds since it was sent."""
+        goals = self.settings.batcher.goals if live else None
+        return {} if goals is None else {"extra_args": {GOALS: goals_left(goals, age_s)}}
+
+    @property
+    def is_full(self) -> bool:
+        """Whether rows are preempted for want of blocks."""
+        return bool(self.core.scheduler.kv_cache_manager.usage >= FULL)
 
     @property
     def busy(self) -> bool:

@@ -1,1 +1,1 @@
-"""Benchmark of `saturate plan`: its model beside runs of the service on a simulated device."""
+"""Benchmark of `saturate plan`: its figures beside runs of the service on a simulated device."""

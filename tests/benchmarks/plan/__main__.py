@@ -1,35 +1,41 @@
 """Command line of the benchmark of plans: python -m tests.benchmarks.plan --help."""
 
 import argparse
+import asyncio
 import os
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
+from pathlib import Path
 
-from serve_app.client import ServiceError
 from serve_app.simulation.profiles import PROFILES, Profile
-from serve_app.tuning.workload import LengthError
+from serve_app.tuning.fleet import ReplicaSettings
+from serve_app.tuning.load import Bench, BenchError, LoadPoint, shown
+from serve_app.tuning.planning import RUNS, Trial, Trials
 from tests.benchmarks import command, report
 from tests.benchmarks.command import above_0
-from tests.benchmarks.measuring import Table, progress
-from tests.benchmarks.plan import live, tables
-from tests.benchmarks.plan.live import Pair
-from tests.benchmarks.plan.loads import CASES, Case, Level, case, levels
-from tests.benchmarks.plan.planned import trial
-from tests.benchmarks.serve.running import UnavailableError
+from tests.benchmarks.measuring import Row, Table, progress
+from tests.benchmarks.plan.loads import CASES, Level, levels
+from tests.benchmarks.serve.models import simulated
+from tests.benchmarks.serve.running import Server, UnavailableError, with_log
+from tests.benchmarks.serve.servers import saturate
 
-DEFAULT = ["l4-7b", "h100-8b"]
 SHARES = [0.5, 0.75, 0.9]
 
+CLOSE = 0.9, 1.1
+"""Bounds of a ratio that is good enough."""
+
+TARGETS = {"tokens/s", "TTFT p50"}
+"""Figures whose ratio has a target."""
+
 EPILOG = """\
-Each run sends requests at random times (Poisson) to a service with one replica on a simulated device, and
-gives the same requests at the same times to the model of `saturate plan`. So the two differ by the model and
-not by chance. A service serves all runs of its device. --model-ms tries another time of a request outside the
-engine in the model alone (`request_ms` of the profile).
+vLLM's benchmark sends requests at random times to a service with one replica on a simulated device, and the
+same load is planned with other random numbers: the two differ by the plan, and by chance. A service serves
+all loads of its device.
 
 examples:
   make bench NAME=plan
   make bench NAME=plan ARGS="--device h100-8b --only short --load 75 --rounds 1 --seconds 20"
-  make bench NAME=plan ARGS="--device l4-7b --input 256 --output 64 --load 50 --load 90"
 """
 
 
@@ -45,91 +51,118 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "tests.benchmarks.plan",
         "Compare what `saturate plan` says with runs of the service on simulated devices.",
         EPILOG,
-        rounds=5,
+        rounds=3,
         only=["short", "long"],
         results="plan.json",
     )
     parser.add_argument(
-        "--device", action="append", choices=PROFILES, help=f"device, repeatable ({', '.join(DEFAULT)})"
+        "--device", action="append", choices=CASES, help=f"device, repeatable ({', '.join(CASES)})"
     )
-    parser.add_argument("--input", help="tokens of a prompt, as of `saturate plan`, in place of the cases")
-    parser.add_argument("--output", help="tokens of an answer, with --input")
     parser.add_argument(
         "--load", action="append", type=_percent, help="percent of what a replica can do (50, 75, 90)"
     )
     parser.add_argument("--most", type=above_0, default=20.0, help="most requests per second")
     parser.add_argument("--seconds", type=above_0, default=60.0, help="seconds that count, per run")
-    parser.add_argument(
-        "--model-ms", type=float, help="milliseconds of a request outside the engine (the profile's)"
-    )
     options = parser.parse_args(arguments)
-    if (options.input is None) != (options.output is None):
-        parser.error("--input and --output belong together")
-    try:
-        own = None if options.input is None else case("own", options.input, options.output)
-    except LengthError as error:
-        parser.error(str(error))
-    plans = {}
-    for name in dict.fromkeys(options.device or DEFAULT):
-        profile = PROFILES[name]
-        if options.model_ms is not None:
-            profile = profile.model_copy(update={"request_ms": options.model_ms})
-        plans[name] = profile, _levels(profile, own, options)
     found: dict[str, Table] = {}
     failed = False
-    for profile, loads in plans.values():
+    for name in dict.fromkeys(options.device or CASES):
+        profile = PROFILES[name]
+        loads = [
+            level
+            for each in CASES[name]
+            if not options.only or each.name in options.only
+            for level in levels(profile, each, options.load or SHARES, options.most)
+        ]
         try:
-            _measure(profile, loads, options, found)
-        except (UnavailableError, ServiceError) as error:
+            with command.place() as folder:
+                found |= _measure(profile, loads, folder, options)
+        except (UnavailableError, BenchError) as error:
             failed = True
             progress("")
-            print(f"{profile.name} can't be measured: {error}", file=sys.stderr)
+            print(f"{name} can't be measured: {error}", file=sys.stderr)
     for name, table in found.items():
-        print(tables.text(name, table))
-    if found:
-        print(tables.page(found))
+        print(report.show(name, table))
     missed = sum(row.met is False for table in found.values() for row in table.rows)
     print(f"\nwritten to {os.path.relpath(options.results)}; targets missed: {missed}")
     return 1 if failed or (missed and options.check) else 0
 
 
-def _levels(profile: Profile, own: Case | None, options: argparse.Namespace) -> list[Level]:
-    cases = CASES[profile.name] if own is None else [own]
-    shares = options.load or SHARES
-    return [
-        level
-        for each in cases
-        if not options.only or each.name in options.only or own is not None
-        for level in levels(profile, each, shares, options.most)
-    ]
-
-
 def _measure(
-    profile: Profile, loads: Sequence[Level], options: argparse.Namespace, found: dict[str, Table]
-) -> None:
-    """Measure the loads of a device; add their tables by name, and keep them after each run."""
+    profile: Profile, loads: Sequence[Level], folder: Path, options: argparse.Namespace
+) -> dict[str, Table]:
+    """Return the tables of a device's loads by name; they are kept after each run."""
     progress(f"{profile.name}: planning")
     # Before the runs, which need the CPU.
-    plans = {level.name: trial(profile, level) for level in loads}
-    named = {level.name: level for level in loads}
-    about = {
-        "rounds": options.rounds,
-        "request_ms": profile.request_ms,
-    }
+    plans = [
+        Trials(profile, level.workload, ()).trial(1, ReplicaSettings.of(profile), RUNS) for level in loads
+    ]
+    points: list[list[LoadPoint]] = [[] for _ in loads]
+    shares: list[list[float]] = [[] for _ in loads]
+    made: dict[str, Table] = {}
+    progress(f"{profile.name}: starting the service")
+    with saturate(simulated(profile), folder) as server:
+        for number in range(options.rounds):
+            for place, level in enumerate(loads):
+                progress(f"{profile.name}: round {number + 1} of {options.rounds}, {level}")
+                before, began = server.usage(), time.monotonic()
+                with with_log(server, level.name):
+                    # No two runs have a prompt in common, which would be in the prefix cache.
+                    seed = 1 + number * len(loads) + place
+                    points[place].append(asyncio.run(_run(server, level, options.seconds, seed)))
+                used = sum(server.usage().since(before).values())
+                shares[place].append(100 * used / (time.monotonic() - began) / (os.cpu_count() or 1))
+                made[f"{profile.name}, {level.name}"] = _table(
+                    level, points[place], plans[place], shares[place]
+                )
+                report.keep(options.results, made, {"rounds": options.rounds})
+    progress("")
+    return made
 
-    def keep(pairs: Mapping[str, Sequence[Pair]]) -> None:
-        made = {
-            f"{profile.name}, {level.case}, {level.load:.0%}": tables.table(
-                level, pairs[name], plans[name], options.seconds
-            )
-            for name, level in named.items()
-            if name in pairs
-        }
-        found.update(made)
-        report.keep(options.results, made, about)
 
-    with command.place() as folder:
-        live.measure(profile, loads, folder, rounds=options.rounds, seconds=options.seconds, after=keep)
+async def _run(server: Server, level: Level, seconds: float, seed: int) -> LoadPoint:
+    bench = Bench(
+        f"http://127.0.0.1:{server.port}",
+        "demo",
+        None,
+        "rate",
+        level.case.input,
+        level.case.output,
+        (),
+        seconds,
+        seed=seed,
+    )
+    async with bench:
+        # The first load is for code paths, connections, and the time that a request takes.
+        await bench.alone()
+        point = await bench.measure(level.workload.rate)
+    if point.failed:
+        raise UnavailableError(f"{point.failed} requests failed: {point.error}")
+    return point
+
+
+def _table(level: Level, points: Sequence[LoadPoint], plan: Trial, shares: Sequence[float]) -> Table:
+    """Return the figures of a load: the service's, the planned ones, and their ratios."""
+    rate = level.workload.rate * level.workload.output.expected
+    rows = [*_compared("tokens/s", "tokens/s", [point.tokens_per_s for point in points], rate)]
+    for goal in shown(()):
+        name = f"{goal.metric.upper()} p{goal.percentile}"
+        seen = [point.seconds[goal.name] * 1e3 for point in points]
+        rows += _compared(name, "ms", seen, plan.figures[goal.key] * 1e3)
+    rows += [
+        Row("requests", "", [float(point.completed) for point in points]),
+        Row("CPU, share of all cores", "%", shares),
+    ]
+    return Table(f"{level}; open loop, one replica, default settings.", rows)
+
+
+def _compared(name: str, unit: str, seen: Sequence[float], planned: float) -> list[Row]:
+    least, most = CLOSE if name in TARGETS else (None, None)
+    return [
+        Row(f"{name}, live", unit, seen),
+        Row(f"{name}, planned", unit, [planned]),
+        Row(f"{name}, live / planned", "x", [each / planned for each in seen], at_most=most, at_least=least),
+    ]
 
 
 def _percent(text: str) -> float:

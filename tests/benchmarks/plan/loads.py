@@ -1,17 +1,12 @@
-"""Loads: lengths, and rates as shares of what a replica can do by the model."""
+"""Loads: lengths, and rates as shares of what a replica can do by arithmetic."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from serve_app.simulation.profiles import Profile
-from serve_app.tuning.planning import expected_latency_s, full_rate
-from serve_app.tuning.twin import ReplicaSettings
+from serve_app.tuning.fleet import ReplicaSettings
+from serve_app.tuning.planning import full_rate
 from serve_app.tuning.workload import TokenLengths, Workload
-from tests.benchmarks.plan.load import LoadLevel
-
-WARM_UP_S = 5.0, 30.0
-"""Least and most seconds before those that count; between them it is the time that a request takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,25 +27,20 @@ class Case:
         """Return the requests at a rate; each reserves as much as a mean answer has."""
         return Workload(rate, self.input, self.output, round(self.output.expected))
 
-    def __str__(self) -> str:
-        return f"{self.input} in, {self.output} out"
+
+def case(name: str, input: str, output: str, most: int = 0) -> Case:
+    """Return a case from lengths as on a command line, with answers of at most `most` tokens."""
+    answers = TokenLengths.parse(output)
+    return Case(name, TokenLengths.parse(input), answers.cut(most) if most else answers)
 
 
-def case(name: str, input: str, output: str) -> Case:
-    """Return a case from lengths as on a command line."""
-    return Case(name, TokenLengths.parse(input), TokenLengths.parse(output))
-
-
-LONG_ANSWER = 600
-"""Tokens at which long answers are cut: an `l4-7b` takes three minutes for the longest of 1,000."""
-
-LONG = Case("long", TokenLengths.parse("1500:800"), TokenLengths.parse("300:200").cut(LONG_ANSWER))
+# An l4-7b takes three minutes for the longest of 1,000 answers.
+LONG = case("long", "1500:800", "300:200", most=600)
 
 CASES: Mapping[str, Sequence[Case]] = {
     "l4-7b": (case("short", "512:256", "128:64"), LONG),
     # With prompts of 512 tokens, 90% would be 32 requests and 4,000 tokens per second, which fill two cores.
     "h100-8b": (case("short", "1024:512", "128:64"), LONG),
-    "h100-70b-tp4": (case("short", "512:256", "128:64"), LONG),
 }
 """Cases by device."""
 
@@ -63,18 +53,11 @@ class Level:
         case: Their lengths.
         load: Their rate, as a share of what a replica can do, 0 to 1.
         workload: The requests, with their rate.
-        warm_up_s: Seconds before those that count.
     """
 
     case: Case
     load: float
     workload: Workload
-    warm_up_s: float
-
-    @property
-    def step(self) -> LoadLevel:
-        """The load of a load step."""
-        return LoadLevel("open", self.workload.rate)
 
     @property
     def name(self) -> str:
@@ -82,7 +65,10 @@ class Level:
         return f"{self.case.name}, {self.load:.0%}"
 
     def __str__(self) -> str:
-        return f"{self.case}; {self.load:.0%} of what a replica can do, {self.workload.rate:.3g} requests/s"
+        return (
+            f"{self.case.input} in, {self.case.output} out; {self.load:.0%} of what a replica can do, "
+            f"{self.workload.rate:.3g} requests/s"
+        )
 
 
 def levels(profile: Profile, case: Case, shares: Sequence[float], most: float) -> list[Level]:
@@ -95,10 +81,7 @@ def levels(profile: Profile, case: Case, shares: Sequence[float], most: float) -
         most: Most requests per second; shares that mean more become one level with this rate.
     """
     full = full_rate(profile, case.workload(1.0), ReplicaSettings.of(profile))
-    found = []
-    for rate in sorted({min(share * full, most) for share in shares}):
-        workload = case.workload(rate)
-        life = expected_latency_s(profile, workload, rate)
-        least, longest = WARM_UP_S
-        found.append(Level(case, rate / full, workload, float(math.ceil(min(max(life, least), longest)))))
-    return found
+    return [
+        Level(case, rate / full, case.workload(rate))
+        for rate in sorted({min(share * full, most) for share in shares})
+    ]

@@ -75,6 +75,15 @@ class LiveFirstEngine(VirtualEngine):
 
 
 @contextmanager
+def vllm_here() -> Iterator[None]:
+    """Let vLLM's engine cores run in this process, and leave the process as it was."""
+    # It walks through every object of this process.
+    with patch.object(vllm_core, "freeze_gc_heap", lambda: None):
+        yield
+    vllm.envs.disable_envs_cache()
+
+
+@contextmanager
 def virtual_engines(kind: type[VirtualEngine] = VirtualEngine) -> Iterator[Callable[..., VirtualEngine]]:
     """Return what starts engines on one virtual clock; they end with the block."""
     clock = VirtualClock()
@@ -85,9 +94,7 @@ def virtual_engines(kind: type[VirtualEngine] = VirtualEngine) -> Iterator[Calla
         started.append(kind(clock, LLMSettings.model_validate(content)))
         return started[-1]
 
-    # It walks through every object of this process.
-    with patch.object(vllm_core, "freeze_gc_heap", lambda: None):
+    with vllm_here():
         yield start
-    for engine in started:
-        engine.stop()
-    vllm.envs.disable_envs_cache()
+        for engine in started:
+            engine.stop()

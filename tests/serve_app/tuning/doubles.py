@@ -1,8 +1,7 @@
-"""A replica that is stepped one by one, and an engine behind HTTP in virtual time."""
+"""A profile with round numbers, and an engine behind HTTP in virtual time."""
 
 import asyncio
 import json
-from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +10,6 @@ import httpx
 
 from serve_app.engine.steps import StepTimes
 from serve_app.simulation.profiles import Profile, Work
-from serve_app.tuning.twin import ReplicaSettings, Request
 
 NUMBERS: dict[str, Any] = {
     "name": "numbers",
@@ -32,115 +30,6 @@ NUMBERS: dict[str, Any] = {
 def profile(**changes: Any) -> Profile:
     """Return a profile with some numbers changed."""
     return Profile.model_validate(NUMBERS | changes)
-
-
-@dataclass
-class Slow:
-    """A request of the replica that steps one by one."""
-
-    request: Request
-    visible: int
-    left: int
-    made: int = 0
-
-
-def one_by_one(
-    device: Profile, settings: ReplicaSettings, most: int, arrivals: Sequence[tuple[float, Request]]
-) -> dict[int, tuple[float, float]]:
-    """Return the times of the first and the last token of each request, by its number.
-
-    All steps are made one after the other, and each looks at all requests. `most` bounds the window.
-    """
-    lag = 1 if device.async_scheduling else 0
-    coming = deque(arrivals)
-    queue: deque[Request] = deque()
-    window: list[Request] = []
-    waiting: list[Slow] = []
-    running: list[Slow] = []
-    freeing: list[Slow] = []
-    early: list[Slow] = []
-    found: dict[int, tuple[float, float]] = {}
-    now, step = 0.0, 0
-
-    def enter(visible: int, most_now: int = 1_000_000) -> None:
-        """Let requests into the window, and into the engine from a step on."""
-        while (
-            queue
-            and most_now
-            and (
-                not window
-                or (
-                    len(window) < most
-                    and sum(each.reserved for each in window) + queue[0].reserved <= device.kv_tokens
-                )
-            )
-        ):
-            most_now -= 1
-            request = queue.popleft()
-            window.append(request)
-            waiting.append(Slow(request, visible, request.computed))
-
-    while coming or queue or waiting or running:
-        step += 1
-        if not running:
-            if not waiting:
-                now, request = coming.popleft()
-                queue.append(request)
-                enter(step)
-            if waiting[0].visible > step or len(freeing) >= settings.max_num_seqs:
-                # The engine is empty: what was in it when the last step ended needn't wait.
-                for each in early:
-                    each.visible = step
-                freeing = []
-        decoding = [each for each in running if not each.left]
-        budget = settings.max_num_batched_tokens - len(decoding)
-        context = sum(each.request.prompt + each.made for each in decoding)
-        parts = [each for each in running if each.left]
-        prefill = count = 0
-        firsts = []
-        while budget > 0:
-            if parts:
-                one = parts.pop()
-            elif (
-                waiting and waiting[0].visible <= step and len(running) + len(freeing) < settings.max_num_seqs
-            ):
-                one = waiting.pop(0)
-                running.append(one)
-            else:
-                break
-            chunk = min(one.left, budget)
-            one.left -= chunk
-            budget -= chunk
-            prefill += chunk
-            count += 1
-            context += one.request.prompt - one.left
-            if one.left:
-                break
-            firsts.append(one)
-        ends = now + device.step.seconds(Work(prefill, count + len(decoding), context))
-        while coming and coming[0][0] < ends:
-            _, request = coming.popleft()
-            queue.append(request)
-            enter(step + 1 + lag)
-        now = ends
-        for one in firsts:
-            found[one.request.number] = now, 0.0
-        ended = []
-        for one in [*decoding, *firsts]:
-            one.made += 1
-            if one.made == one.request.output:
-                found[one.request.number] = found[one.request.number][0], now
-                running.remove(one)
-                window.remove(one.request)
-                ended.append(one)
-        freeing = ended if lag else []
-        early = list(waiting)
-        if not running and not waiting:
-            # The first one finds the engine idle; the others come during its step.
-            freeing = []
-            enter(step + 1, 1)
-        enter(step + 2 + lag)
-    return found
 
 
 # An engine behind HTTP

@@ -9,10 +9,10 @@ from ray.serve.schema import DeploymentSchema
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.schema import parse
 from serve_app.simulation.profiles import PROFILES
+from serve_app.tuning.fleet import ReplicaSettings
 from serve_app.tuning.goals import batcher_goals, parse_goals
 from serve_app.tuning.plan_report import PlanReport
 from serve_app.tuning.planning import Trial, Trials
-from serve_app.tuning.twin import ReplicaSettings
 from serve_app.tuning.workload import BatchWork, StepGoals, TokenLengths, Workload
 
 DEFAULT = ReplicaSettings.of(PROFILES["h100-8b"])
@@ -24,9 +24,9 @@ TRIAL = Trial(3, DEFAULT, {}, {}, (), 0.5, 0.9, 0.3, 10, 4_000)
     [
         DEFAULT,
         replace(DEFAULT, max_num_batched_tokens=1024),
-        replace(DEFAULT, max_running=40, overcommit=True),
+        replace(DEFAULT, overcommit=True),
     ],
-    ids=["default", "steps", "window"],
+    ids=["default", "steps", "overcommitment"],
 )
 @pytest.mark.parametrize("batch", [False, True])
 def test_a_service_takes_the_lines(chosen: ReplicaSettings, batch: bool) -> None:
@@ -42,7 +42,6 @@ def test_a_service_takes_the_lines(chosen: ReplicaSettings, batch: bool) -> None
     fields = yaml.safe_load(model) or {}
     (parsed,) = parse({"models": [{"id": "m", "source": "s", **fields}]}).models
     assert isinstance(parsed, LLMSettings)
-    assert parsed.batcher.max_running == chosen.max_running
     assert (parsed.batcher.policy == "max_utilization") == chosen.overcommit
     assert (parsed.batcher.goals is not None) == batch
     changed = chosen.max_num_batched_tokens != DEFAULT.max_num_batched_tokens

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from serve_app.simulation.profiles import PROFILES
+from serve_app.tuning.fleet import ReplicaSettings
 from serve_app.tuning.goals import METRICS, parse_goals
 from serve_app.tuning.plan_report import PlanReport
 from serve_app.tuning.planning import NoPlanError, Plan, Trial, Trials, full_rate
-from serve_app.tuning.twin import ReplicaSettings
 from serve_app.tuning.workload import TokenLengths, Workload
 
 FOLDER = Path(__file__).parent / "reports"
@@ -62,15 +62,15 @@ def plan(found: PlanReport, *others: Trial, least: int = 1, replicas: int = 5, *
 def missed() -> str:
     """Five replicas hold the goals, and four do so neither with the default settings nor with others."""
     found = report("ttft_p99<0.5,tpot_p99<0.05")
-    window = replace(DEFAULT, max_running=64)
-    slow = [trial(found, 4, ttft=1.5), trial(found, 4, ttft=0.0999, settings=window, misses=())]
+    short = replace(DEFAULT, max_num_batched_tokens=512)
+    slow = [trial(found, 4, ttft=1.5), trial(found, 4, ttft=0.0999, settings=short, misses=())]
     return found.text(plan(found, *slow, least=5))
 
 
 def priced() -> str:
     """Goals without a column, a price, settings of both sections, and a figure close to its bound."""
     found = report("ttft_p90<0.5,ttft_p99<1,latency_p99<9", price=2.0)
-    settings = replace(DEFAULT, max_running=40, max_num_batched_tokens=1024)
+    settings = replace(DEFAULT, overcommit=True, max_num_batched_tokens=1024)
     return found.text(plan(found, replicas=1, ttft=0.495, settings=settings, load=0.952))
 
 
@@ -78,7 +78,7 @@ def great() -> str:
     """Great and small numbers stay apart in the table."""
     many = Workload.of(1e6, TokenLengths.parse("131000"), TokenLengths.parse("999999999"))
     found = report("latency_p1<1e9", price=1e9, workload=many)
-    settings = replace(DEFAULT, max_running=10**9)
+    settings = replace(DEFAULT, max_num_batched_tokens=10**9)
     return found.text(plan(found, trial(found, 1), replicas=100_000, load=123.4, settings=settings))
 
 
