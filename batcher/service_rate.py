@@ -27,7 +27,7 @@ class ServiceRate:
         self._cost_seconds = self._cost_seconds * MEMORY + cost * seconds
 
     def time_to_serve(self, records: int, cost: float, records_inside: int, cost_inside: int) -> float | None:
-        """Return the seconds until so much has left the window; None: nothing has been measured yet."""
+        """Return the seconds until a cost has left the window; None: nothing has been measured yet."""
         if records <= 0 and cost <= 0:
             return 0.0
         if not self._records or not records_inside:

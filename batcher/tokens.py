@@ -12,7 +12,7 @@ from batcher.processing import OnError, ProcessFn
 
 
 class BatchOptions(TypedDict, total=False):
-    """The arguments of `DynamicBatcher` that `TokenBatcher` has no names of its own for."""
+    """The arguments of `DynamicBatcher` that have the same names in `TokenBatcher`."""
 
     max_batch_size: int
     min_batch_size: int
