@@ -223,6 +223,13 @@ def test_an_empty_file_is_an_error() -> None:
     assert [error["code"] for error in errors_of(b"", b" ")] == ["empty_file"]
 
 
+def test_a_file_of_blank_lines_is_not_read_to_its_end() -> None:
+    file = BytesIO(b"\n" * 10_000_000)
+    plan = read_rows(file, limits_of())
+    assert {error["code"] for error in plan.errors} == {"invalid_json_line"}
+    assert file.tell() < 1_000_000
+
+
 def test_too_many_rows_are_an_error() -> None:
     rows = [row(str(number)) for number in range(4)]
     assert errors_of(*rows, max_lines=4) == []
