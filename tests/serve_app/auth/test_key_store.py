@@ -49,10 +49,13 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 
     def write(content: object) -> Path:
         nonlocal count
-        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        # As a whole: a store that reads half of it logs an error, and the log keeps the store alive.
+        new = path.with_suffix(".new")
+        new.write_text(content if isinstance(content, str) else json.dumps(content))
         # However coarse the clock of the file system.
         count += 1
-        os.utime(path, (count, count))
+        os.utime(new, (count, count))
+        new.replace(path)
         return path
 
     return write
