@@ -262,6 +262,14 @@ class Service(Command):
     def wait_gone(self) -> None:
         """Wait until none of its processes lives and its port is free."""
         wait_until(lambda: not self.processes(), tell=lambda: f"left: {self.processes()}", every_s=0.01)
+        # A process that ends has no environment any more, and its sockets for a moment.
+        wait_until(self._port_is_free, tell=lambda: f"port {self.port} is in use", every_s=0.01)
+
+    def _port_is_free(self) -> bool:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("127.0.0.1", self.port))
+            try:
+                probe.bind(("127.0.0.1", self.port))
+            except OSError:
+                return False
+        return True
