@@ -92,7 +92,7 @@ GAP_BYTES = 4096
 
 
 class Target(NamedTuple):
-    """What rows call.
+    """The route and the model that rows call.
 
     Attributes:
         url: The route; empty: a route that no batch may call.

@@ -407,7 +407,7 @@ class LLMSettings(Strict):
 
     @property
     def bundles(self) -> list[dict[str, float]]:
-        """What Ray reserves for a replica on each of several nodes; empty: the replica is on one node."""
+        """The bundles of a replica, one for each of its nodes; empty: the replica is on one node."""
         share = self.processes // self.nodes
         return [{"CPU": float(share), "GPU": float(share)}] * self.nodes if self.nodes > 1 else []
 

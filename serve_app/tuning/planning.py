@@ -138,7 +138,7 @@ def lone_times(profile: Profile, workload: Workload, settings: ReplicaSettings, 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What the simulation says about a number of replicas with some settings.
+    """The figures of a number of replicas with some settings, by the simulation.
 
     Attributes:
         replicas: Number of replicas.

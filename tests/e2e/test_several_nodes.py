@@ -79,7 +79,7 @@ def config_of(count: int, parallel: int, stages: int) -> JSON:
     model["nodes"] = 2
     # A death is noticed by itself, not by an engine that makes no step.
     model["engine_hang_timeout_s"] = 600.0
-    # What `nodes` reserves itself has GPUs.
+    # The bundles that `nodes` makes have GPUs.
     engine(config)["placement_group_bundles"] = [{"CPU": 1, "engines": 1}] * 2
     return config
 
@@ -161,7 +161,7 @@ def is_whole(nodes: Nodes) -> bool:
 
 
 class Death(NamedTuple):
-    """What dies.
+    """The process or node that dies.
 
     Attributes:
         part: A word of the process; empty: the whole node.

@@ -1,4 +1,4 @@
-"""What a replica can do by arithmetic, beside the simulation."""
+"""The rate and the times of a replica by arithmetic, beside the simulation."""
 
 import pytest
 
