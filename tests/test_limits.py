@@ -10,10 +10,13 @@ from serve_app.jobs.db import (
     SQLite as Database,
     VERSION,
 )
+from serve_app.jobs.routes import BatchAPI
 
 def test_{"word_" * 12}word() -> None:
     from serve_app.ledger.writer import Ledger
 """
+
+FRONT = "from serve_app.jobs.routes import BatchAPI\n"
 
 
 def test_no_count_has_grown() -> None:
@@ -21,10 +24,11 @@ def test_no_count_has_grown() -> None:
 
 
 def test_names_and_imports_of_a_room_are_counted(tmp_path: Path) -> None:
-    folder = tmp_path / "serve_app/jobs"
-    folder.mkdir(parents=True)
-    (folder / "test_it.py").write_text(TEXT)
-    found = counted(tmp_path)
+    tests = tmp_path / "tests"
+    for path, text in (("tests/serve_app/jobs/test_it.py", TEXT), ("serve_app/ingress/front.py", FRONT)):
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_text(text)
+    found = counted(tests)
     one = {"serve_app/jobs": 1}
     assert found == {"long names": one, "without a docstring": one, "inner names": {"serve_app/jobs": 2}}
     assert grown(found, found) == []

@@ -650,18 +650,19 @@ def check_private_files(case: Case) -> Iterator[Finding]:
 
 def check_options(case: Case) -> Iterator[Finding]:
     """Check the options of vLLM with vLLM's own parser, as the Engines do before they load a model."""
-    for model in case.models:
-        if not (free := model.engine.free):
-            continue
-        try:
-            answer = case.machine.ask_vllm({"options": free})
-        except OptionError as error:
-            yield _warning(f"{model.id}: vLLM's options aren't checked: {error}", "install this package anew")
-            continue
-        if "error" in answer:
-            text = f"models[{model.id}].engine.{answer['error']}"
+    free = {model.id: model.engine.free for model in case.models if model.engine.free}
+    if not free:
+        return
+    try:
+        mistakes = case.machine.ask_vllm({"configs": [*free.values()]})["mistakes"]
+    except OptionError as error:
+        yield _warning(f"vLLM's options aren't checked: {error}", "install this package anew")
+        return
+    for id, mistake in zip(free, mistakes, strict=True):
+        if mistake:
+            text = f"models[{id}].engine.{mistake}"
             yield _problem(text, "correct the option; `vllm serve --help=all` has them all")
-        yield _ok(f"vLLM has the options of {model.id}")
+    yield _ok(f"vLLM has the options of {', '.join(free)}")
 
 
 def check_sources(case: Case) -> Iterator[Finding]:

@@ -138,9 +138,9 @@ def read_options(
     given = any(word.startswith("-") and word != "-" for word in words)
     if not given and (not free or find_spec("vllm") is None):
         return list(words), []
-    answer = ask({"words": list(words), "own": list(own), "options": free})
-    if "error" in answer:
-        raise OptionError(answer["error"])
+    answer = ask({"words": list(words), "own": list(own), "configs": [free]})
+    if mistake := answer["mistakes"][0] or answer.get("error"):
+        raise OptionError(mistake)
     return answer["names"], [_option(name, value) for name, value in answer["options"].items()]
 
 

@@ -20,7 +20,7 @@ from batcher import BatcherError, ContinuousBatcher, DynamicBatcher, Entry, Requ
 from tests.batcher.virtual import VirtualLoop
 from tests.fakes.clock import Clock
 
-LONG_SCHEDULES = 200_000
+LONG_SCHEDULES = 25_000
 PER_PART = 5_000
 CLOSED_LOOPS = 50
 

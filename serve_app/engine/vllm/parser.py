@@ -144,23 +144,34 @@ def _plainly(convert: Callable[[str], Any]) -> Callable[[str], Any]:
     return plain
 
 
-def answer(words: Sequence[str] = (), own: Sequence[str] = (), options: Mapping[str, Any] = {}) -> JSON:
-    """Check options, and read a command line.
+def answer(
+    words: Sequence[str] = (), own: Sequence[str] = (), configs: Sequence[Mapping[str, Any]] = ()
+) -> JSON:
+    """Check the options of configs, and read a command line.
 
     Args:
         words: The command line.
         own: The options of `saturate serve`.
-        options: Options of a config.
+        configs: Options of configs.
 
     Returns:
-        `names` and `options` of the command line; or `error`, the first mistake.
+        `mistakes`, the first mistake of each config or None; `names` and `options` of the command line, or
+        `error`, its first mistake.
     """
+    mistakes = [_mistake(options) for options in configs]
     try:
-        OptionParser().values(options)
         names, found = OptionParser().read(words, own)
     except ValueError as error:
-        return {"error": str(error)}
-    return {"names": names, "options": found}
+        return {"mistakes": mistakes, "error": str(error)}
+    return {"mistakes": mistakes, "names": names, "options": found}
+
+
+def _mistake(options: Mapping[str, Any]) -> str | None:
+    try:
+        OptionParser().values(options)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def main() -> None:

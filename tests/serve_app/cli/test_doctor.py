@@ -64,7 +64,7 @@ GOOD = Machine(
     mark=lambda pid: "",
     port_refusal=lambda host, port: "",
     listeners=lambda port: [],
-    ask_vllm=lambda question: {},
+    ask_vllm=lambda question: {"mistakes": [None for _ in question["configs"]]},
     hub=lambda variables: FakeHub(),
 )
 """A machine in good order, without a GPU."""
@@ -330,8 +330,8 @@ def ports() -> Iterator[Row]:
 def options() -> Iterator[Row]:
     given = service({"enforce_eagr": True})
     yield row("options", "ok", "vLLM has the options of m", content=given)
-    said = {"error": "enforce_eagr: this vLLM has no such option; did you mean enforce_eager?"}
-    text = f"models[m].engine.{said['error']}"
+    mistake = "enforce_eagr: this vLLM has no such option; did you mean enforce_eager?"
+    said, text = {"mistakes": [mistake]}, f"models[m].engine.{mistake}"
     yield row("options", "problem", text, "correct the option", content=given, ask_vllm=said)
     yield row("options", "", content=service({"max_num_seqs": 5}), ask_vllm=said)
 
