@@ -172,6 +172,16 @@ def test_a_wrong_file_names_its_field(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "Traceback" not in text
 
 
+def test_a_missing_vllm_is_one_line_with_the_fix() -> None:
+    given = [f"--{name}={value}" for name, value in USUAL.items()]
+    without = 'import sys; sys.modules["vllm"] = None; from serve_app.cli.main import main; main()'
+    ended = subprocess.run([sys.executable, "-c", without, "plan", *given], capture_output=True, text=True)
+    assert ended.returncode == 1
+    *_, error = ended.stderr.splitlines()
+    assert error.startswith("error: vLLM is not installed, and a plan runs its scheduler; install ")
+    assert "Traceback" not in ended.stderr
+
+
 def test_an_exit_code_of_the_shell_is_the_plans(capsys: pytest.CaptureFixture[str]) -> None:
     code, _ = refusal(capsys, goal="ttft_p99<0.001")
     assert code == 3
