@@ -1,4 +1,4 @@
-"""The Engines of the service, over deployment handles."""
+"""The client of rows in the service: sends rows to the Engines, over deployment handles."""
 
 import asyncio
 import time
@@ -83,9 +83,9 @@ class EngineClient:
     async def send(self, request: RowRequest) -> RowAnswer:
         """Send a row and return its answer.
 
-        A row that loses its Engine is sent to another Engine. After two lost Engines the row is a suspect: it
-        may be the cause, or may only have run beside the cause. Suspects of a model run one at a time; a
-        suspect that loses a third Engine fails. The Engines that earlier tries of the row lost count too.
+        A row that loses its Engine is sent to another Engine. A row that has lost two Engines is a suspect:
+        the row may be the cause, or may only have run beside the cause. Suspects of a model run one at a
+        time. A suspect that loses a third Engine fails. Engines that the row lost in earlier tries count too.
 
         Raises:
             QuotaError: The tenant or key of the row has no quota left now.
@@ -130,7 +130,7 @@ class EngineClient:
             self._asked[model] -= 1
 
     def base_of(self, model: str) -> str | None:
-        """Return the model whose engines run a model or an adapter; None: it isn't served now."""
+        """Return the model whose engines run a model or an adapter; None: the id isn't served now."""
         return self._models.base_of(model) if model in self._models else None
 
     async def load(self, base: str | None) -> EngineLoad | None:
@@ -153,7 +153,7 @@ class EngineClient:
         try:
             return await replica_stats(self._handles[model], partial(self._health.running, model))
         except Exception:
-            # Without a load the pace stays as it is.
+            # Without a load, only refusals bound the limit.
             return []
 
 
@@ -162,7 +162,7 @@ async def answer_of(call: EngineCall) -> RowAnswer:
 
     Raises:
         QuotaError: A quota has nothing left for the request now.
-        Exception: No engine could answer it; see `EngineCall.begin`.
+        Exception: No engine could answer the request; see `EngineCall.begin`.
     """
     try:
         head, text = await call.whole()
@@ -186,7 +186,7 @@ def parsed(head: Head, text: bytes) -> RowAnswer:
     with suppress(ValueError):
         body = from_json(text)
     if not isinstance(body, dict):
-        # vLLM answers some failures with plain text. An answer in another form is no answer to a row.
+        # vLLM answers some failures with plain text. The answer to a row is a JSON object.
         status = 502 if status == 200 else status
         body = RequestError(status, "internal_error", text.decode(errors="replace")[:1000]).body()
     return RowAnswer(status, body, retry_after_s, headers.get(b"x-should-retry") == b"false")

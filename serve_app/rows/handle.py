@@ -122,7 +122,7 @@ class HandleClient:
         try:
             return await replica_stats(self._handle, self._running, STATS_TIMEOUT_S)
         except Exception:
-            # Statistics are optional: a run continues without them.
+            # A run continues without statistics.
             return None
 
     async def close(self) -> None:

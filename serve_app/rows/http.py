@@ -17,7 +17,7 @@ STATS_TIMEOUT_S = 10.0
 TIMEOUT = httpx.Timeout(connect=60.0, read=600.0, write=30.0, pool=10.0)
 
 HEADERS = {"content-type": "application/json", KEEP_ALIVE: "1"}
-"""The read timeout is a limit on the silence of the service, not on the time that a call waits."""
+"""With `KEEP_ALIVE` the service sends bytes while a call waits: the read timeout bounds its silence only."""
 
 
 class HTTPClient:
@@ -25,7 +25,7 @@ class HTTPClient:
 
     Args:
         url: Base URL of the service; `/v1` at its end is left out.
-        model: Model to read statistics of; None: the first one.
+        model: Model whose statistics are read; None: the first model.
         api_key: Sent as a bearer token.
         timeout: Seconds to connect, read, write, and to get a connection. A call that waits or runs gets a
             byte every 5 s.

@@ -38,7 +38,7 @@ def engine_load(replicas: Iterable[ReplicaStats]) -> EngineLoad | None:
 
 
 def _free(batcher: ContinuousStats | BatchStats) -> int | None:
-    """Return how many records a replica would start at once, if they are like its running records."""
+    """Return the number of records, like the running records, that a replica would start at once."""
     if not isinstance(batcher, ContinuousStats) or batcher.max_running is None:
         return None
     free = batcher.max_running - batcher.running
@@ -52,7 +52,7 @@ def _free(batcher: ContinuousStats | BatchStats) -> int | None:
 Clock = Callable[[], float]
 
 GROWING_S, STEADY_S = 0.25, 1.0
-"""Seconds between two looks at the load of the engines, while a limit grows and otherwise."""
+"""Seconds between two looks at the load of the engines: while a limit grows, and otherwise."""
 
 CAREFUL_S = 30.0
 """Seconds after a refusal in which free places are ignored."""
@@ -88,13 +88,14 @@ class Fixed:
 class Auto:
     """A limit on concurrent calls that adapts, so that the batchers stay busy with a short queue.
 
-    The aim is about as many waiting as running records, so that a record is ready whenever another one ends.
-    With fewer waiting records the limit grows by a quarter, or by enough calls to fill the free places of the
-    engines, but at most fourfold, so that each step is observed before the next. A record in a free place
-    runs at once: it waits in no queue, and gives way to live traffic. With more than three times as many
-    waiting as running records the limit shrinks by one. A 429 halves it, at most once within the service's
-    `Retry-After`. For a while after a 429 the limit grows by a quarter at most, since the engines have an
-    unknown bound.
+    The aim is about as many waiting as running records, so that a record is ready whenever another record
+    ends. With fewer waiting records, a limit that is in use grows by a quarter, or by enough calls to fill
+    the free places of the engines. The limit grows at most fourfold, so that each step is observed before
+    the next step. A record in a free place runs at once, and gives way to live traffic. With more than three
+    times as many waiting as running records the limit shrinks by one.
+
+    A 429 halves the limit, at most once within the service's `Retry-After`. For a while after a 429 the limit
+    grows by a quarter at most, since the engines have an unknown bound.
 
     Args:
         first: Limit at the start, if `most` isn't lower.

@@ -1,4 +1,4 @@
-"""The order of rows: rows of runs, their places at the engines, the shares of tenants, and the waits."""
+"""The order of rows: runs and their rows, places at the engines, shares of tenants, and waits."""
 
 import asyncio
 from collections import Counter, deque
@@ -22,7 +22,7 @@ class Run:
         models: Ids of the models that its rows may name; None: all.
 
     Attributes:
-        base: The model whose engines run its rows; None: the rows have several models, or it isn't known.
+        base: The model whose engines run its rows; None: the rows have several models, or an unknown model.
         rows: Rows that are read and not yet taken.
         in_flight: Rows that were taken and have no recorded result.
         due: Rows in flight whose next try is due.
@@ -83,7 +83,7 @@ class Run:
 
 @dataclass(slots=True, eq=False)
 class TakenRow:
-    """A row in flight, with what its tries have met.
+    """A row in flight, with the outcomes of its tries.
 
     Attributes:
         run: Its run.
@@ -124,13 +124,13 @@ class Waits:
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, taken: TakenRow, wait_s: float) -> None:
-        """Let a row wait; then it joins `Run.due`."""
+        """Let a row wait; afterwards the row joins `Run.due`."""
         taken.due_at = asyncio.get_running_loop().time() + wait_s
         heappush(self._heap, taken)
         self._set_timer()
 
     def drop(self, run: Run) -> list[TakenRow]:
-        """Return the rows of a run, which wait no longer."""
+        """Remove the rows of a run from the waits, and return these rows."""
         dropped = [taken for taken in self._heap if taken.run is run]
         self._heap = [taken for taken in self._heap if taken.run is not run]
         heapify(self._heap)
@@ -216,9 +216,9 @@ FILL_ROWS = 32
 class Places:
     """Gives rows their places at the engines of one model.
 
-    A row is in flight from the time at which it is taken until its result is recorded. It has a place during
-    this time, except while it waits for its next try or its result for a file that can be written. So a model
-    that is down, a quota that is used up or a file that can't be written holds up no other tenant.
+    A row is in flight from the time at which it is taken until its result is recorded. A row in flight has a
+    place, except while it waits for its next try. So neither a model that is down nor a quota that is used up
+    holds up another tenant.
 
     The tenant with the fewest rows at the engines relative to its weight is next.
 

@@ -1,7 +1,7 @@
 """The table of results: a line for each finished row of a run, until the output of the run is written.
 
-A line is compressed if it is long. Its text is in the table of the same database as the state of the run, so
-that one transaction has both.
+A long line is compressed. The table is in the database of the run's state, so that one transaction changes
+both.
 """
 
 import zlib
@@ -64,7 +64,7 @@ class Results:
     def add(self, db: Connection, results: Mapping[str, Sequence[Result]]) -> dict[str, list[Result]]:
         """Add results of runs; return the results that were not in the table.
 
-        An earlier commit that raised an error may have taken place, so that results may come again.
+        A commit that raised an error may have taken place, so the same results may come again.
 
         Args:
             db: The transaction.
@@ -118,7 +118,7 @@ class Results:
         return {row["batch"] for row in database.rows(sa.select(self.table.c.batch).distinct())}
 
     def remove(self, database: Database, run: str) -> None:
-        """Remove the results of a run, in transactions that are short: other writers wait for each."""
+        """Remove the results of a run, in short transactions: other writers wait for each transaction."""
         table = self.table
         lines = sa.select(table.c.line).where(table.c.batch == run).limit(REMOVED_LINES)
         query = sa.delete(table).where(table.c.batch == run, table.c.line.in_(lines.scalar_subquery()))

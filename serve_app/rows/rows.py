@@ -102,7 +102,7 @@ class RowAnswer(NamedTuple):
         return self.status == 404 and self.error.get("param") == "model"
 
     def is_of_rows(self, *fields: str) -> bool:
-        """Return whether a refusal is about the rows of a call, and not about what the rows share.
+        """Return whether a refusal is about the rows of a call, and not about the fields that the rows share.
 
         Args:
             fields: The fields of a call that have a value for each row.
@@ -123,7 +123,7 @@ class RowRequest:
         text: The body, as JSON.
         scheduling: The row's tier, its tenant, and the tenant's weight.
         models: Ids of the models that the row's batch may use; None: all.
-        lost: The engines that were lost with the row in earlier tries; gets further ones.
+        lost: The engines that were lost with the row in earlier tries; the client adds further engines.
     """
 
     endpoint: str
@@ -140,7 +140,7 @@ class RowRequest:
 
 
 class QuotaError(RequestError):
-    """A quota of a row's tenant or key is used up. It says nothing about free places at the engines."""
+    """A quota of a row's tenant or key is used up. The engines may have free places."""
 
 
 class RowClient(Protocol):

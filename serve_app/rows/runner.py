@@ -1,4 +1,4 @@
-"""The runner: gives rows of batches and datasets places at the engines, sends them, records the results."""
+"""The runner: gives rows of batches and datasets places at the engines, sends rows, records results."""
 
 import asyncio
 import logging
@@ -30,7 +30,7 @@ Record = Callable[[Mapping[Run, Sequence[Result]]], None]
 class ModelRows:
     """The rows of all runs at the engines of one model.
 
-    Each model has its own, so that a slow or sleeping model holds up no run of another model.
+    Each model has a limit and places of its own, so that a slow or sleeping model holds up no run of another.
 
     Attributes:
         concurrency: Limit on the rows that have a place, and on each tenant's rows in flight.
@@ -49,8 +49,8 @@ class Runner:
     """Sends the rows of runs, and records their results in groups.
 
     A host reads rows into the runs, and calls `fill` whenever something has changed. A try of a row is a
-    task in the context of the runner; a row that waits for its next try has none. A host leaves the context
-    once no row is in flight; a cancellation ends the tries without results.
+    task in the context of the runner; a row that waits for its next try has no task. A host leaves the
+    context once no row is in flight; a cancellation ends the tries without results.
 
     Args:
         client: The engines.
@@ -118,7 +118,7 @@ class Runner:
     ) -> None:
         self._waits.close()
         if kind is None:
-            # Otherwise the group cancels them itself.
+            # After an error, the group cancels its tasks itself.
             for task in [self._writing, *(model.pacing for model in self._models.values())]:
                 if task is not None:
                     task.cancel()
@@ -213,7 +213,7 @@ class Runner:
             self._changed()
 
     async def _write(self) -> None:
-        """Record results in groups: each group has all results that have come meanwhile, of all runs."""
+        """Record results in groups: a group has the results of all runs since the group before."""
         while True:
             await self._to_write.wait()
             await asyncio.sleep(self._gather_s)
@@ -255,16 +255,16 @@ class Runner:
             except Exception as error:
                 logger.debug("the load of the engines is not known: %r", error, exc_info=True)
                 load = None
-            # Rows count until their results are recorded: a slow disk records more of them at once.
+            # Rows count until their results are recorded: a slow disk records larger groups.
             if not self._unwritten:
                 model.concurrency.observe(load, model.places.used)
             self._changed()
 
 
 async def finished(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run a writing function in a thread, which has ended when this returns or is cancelled.
+    """Run a writing function in a thread. The thread has ended when this call returns or is cancelled.
 
-    Otherwise, once the state is closed, a slow thread would write into the results of the next process.
+    Otherwise a slow thread would still write after the state is closed, into the results of the next process.
     """
     turn = threading.Lock()
     dropped = False
@@ -278,7 +278,7 @@ async def finished(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) 
     try:
         return await asyncio.to_thread(run)
     except asyncio.CancelledError:
-        # A thread that has begun has the lock until its end.
+        # A thread that has begun holds the lock until its end.
         dropped = True
         await asyncio.to_thread(turn.acquire)
         raise

@@ -1,4 +1,4 @@
-"""One try of a row: sends it, and decides whether it has its result or is sent again."""
+"""One try of a row: sends the row, and decides whether the row has its result or is sent again."""
 
 import asyncio
 import logging
@@ -18,8 +18,8 @@ from serve_app.system import cancellation
 logger = logging.getLogger("ray.serve")
 
 RECENT = 6
-"""Last failures of a row: if other rows were answered between them, the row is the cause and not an
-outage."""
+"""Last failures of a row that are compared: if other rows were answered between these failures, the row is
+the cause, and not an outage."""
 
 MOST_FAULTS = 3
 """Answers with the same fault of the service (500) after which the fault is the result of a row."""
@@ -29,7 +29,7 @@ class Again(NamedTuple):
     """A row is to be sent again.
 
     Attributes:
-        wait_s: Seconds until then.
+        wait_s: Seconds until the next try.
     """
 
     wait_s: float
@@ -40,8 +40,8 @@ class Sender:
 
     A refusal for lack of room (429) doesn't count: live traffic may fill the engines for hours. Another
     failure counts if the engine answered 500, or if other rows of the model were answered meanwhile, so that
-    an outage doesn't cost rows. The same 500 is the result of a row at the third time. A refusal by a quota
-    doesn't lower the limit either: it concerns one tenant or key.
+    an outage doesn't cost rows. The third answer with the same 500 is the result of a row. A refusal by a
+    quota concerns one tenant or key: it doesn't count, and doesn't lower the limit.
 
     An adapter that isn't served any more (404) is a failure that counts: an administrator replaces an adapter
     by an unload and a load. The client counts the engines that are lost with a row, over all its tries. There
