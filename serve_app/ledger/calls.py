@@ -1,6 +1,6 @@
 """The calls of an Engine replica: the running calls, and sums since its start.
 
-The end of a call is one event with one count, which settles the reservation and fills the row.
+The end of a call is one event with one count of tokens, which settles the reservations and fills the row.
 """
 
 import time
@@ -19,7 +19,7 @@ MAX_ENDED = 50_000
 """Maximum ended calls that wait for the writer; the rows of further calls are dropped."""
 
 MAX_TENANTS = 1_000
-"""Maximum tenants with their own sums; later tenants share one."""
+"""Maximum tenants with their own sums; later tenants have one sum together."""
 
 OTHER = "other"
 
@@ -106,7 +106,7 @@ class Call:
         """Close the call; it ends with its last slot. A second call does nothing.
 
         Args:
-            outcome: The outcome of its answer; a worse outcome of a slot counts.
+            outcome: The outcome of its answer; the worst outcome of the slots and the answer counts.
         """
         self.outcome = worst(self.outcome, outcome)
         self.usage.close(lambda: self._book.finish(self))
@@ -168,7 +168,7 @@ class CallBook:
         self._sums: dict[str, Sums] = {}
 
     def open(self, request: RelayRequest, usage: RequestUsage) -> Call:
-        """Return a new call, which must be closed. It has a row once the engine runs a part of the call.
+        """Return a new call, which must be closed. The call gets a row only if the engine runs a part of it.
 
         Args:
             request: Its request.
@@ -186,7 +186,7 @@ class CallBook:
         call.time = self._clock()
         tokens = usage.counted.prompt + usage.counted.output
         for reservation in reversed(reservations):
-            # The first one, which counts the request, is charged what the others don't cover.
+            # The first reservation counts the request, and is charged the tokens beyond the other ones.
             used = tokens if reservation is reservations[0] else min(tokens, reservation.tokens)
             reservation.settle(used, request=usage.ran or call.admitted)
             tokens -= used

@@ -43,7 +43,7 @@ def to_parquet(lines: bytes) -> bytes:
 
     whole = lines[: lines.rfind(b"\n") + 1]
     if whole:
-        # Without more threads, since the process serves requests.
+        # One thread, since the process serves requests.
         table = pyarrow.json.read_json(
             io.BytesIO(whole),
             pyarrow.json.ReadOptions(use_threads=False),

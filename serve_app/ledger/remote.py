@@ -43,6 +43,6 @@ class Remote:
         try:
             self._fs.pipe_file(str(target), data)
         except FileNotFoundError:
-            # This file system has folders.
+            # The file system has folders, and the folder is missing.
             self._fs.makedirs(str(target.parent), exist_ok=True)
             self._fs.pipe_file(str(target), data)

@@ -1,4 +1,4 @@
-"""Queries of the files of a ledger, in SQL for DuckDB: sums."""
+"""Sums over the files of a ledger, by queries in SQL for DuckDB."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -30,7 +30,7 @@ THREADS = 2
 """Threads of a query, which runs beside a service."""
 
 TRIES = 5
-"""Tries of a query: a segment that becomes Parquet meanwhile is found at the next try."""
+"""Tries of a query: the next try finds a segment that has become Parquet meanwhile."""
 
 KINDS = {
     "time": "TIMESTAMPTZ",
@@ -106,7 +106,7 @@ class LedgerFiles:
         place: A folder or a URL.
 
     Attributes:
-        wrong: Lines that aren't rows, as the last query found them. A kill may leave a part of a last line.
+        wrong: Lines that aren't rows, in the last query. A kill may leave a part of a last line.
 
     Raises:
         LedgerError: There is no such folder, the URL is invalid, or a package is missing.
@@ -151,7 +151,7 @@ class LedgerFiles:
         until: datetime | None = None,
         prices: Prices | None = None,
     ) -> list[ReportLine]:
-        """Return sums over rows, in descending order of tokens, or in order of days.
+        """Return sums over rows: in order of the values if `by` has the day, else by tokens, most first.
 
         Args:
             by: Columns, of `BY`.
@@ -224,7 +224,7 @@ class LedgerFiles:
     def _define(
         self, db: Any, segments: list[PurePosixPath], since: datetime | None, until: datetime | None
     ) -> None:
-        """Define `lines`: the rows between two times, and the lines that are `wrong`: no rows at all."""
+        """Define `lines`: the rows between two times, and all lines that aren't rows, which are `wrong`."""
         bounds = [f"time >= '{since.isoformat()}'::TIMESTAMPTZ"] if since else []
         bounds += [f"time < '{until.isoformat()}'::TIMESTAMPTZ"] if until else []
         within = " AND ".join(bounds) or "true"

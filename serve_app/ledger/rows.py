@@ -22,14 +22,14 @@ class LedgerRow(msgspec.Struct, kw_only=True, frozen=True):
         endpoint: The route, or the method of the handle.
         source: Origin of the call.
         prompt_tokens: Tokens of prompts that the engine took.
-        cached_tokens: Prompt tokens that it found in its prefix cache.
-        output_tokens: Tokens that it sampled.
+        cached_tokens: Prompt tokens that the engine found in its prefix cache.
+        output_tokens: Tokens that the engine sampled.
         cost: Cost of the records of a function; 0 for a language model.
         wait_s: Seconds in the batcher's queue; for several prompts, the longest wait.
         engine_s: Seconds from the first start of a prompt in the engine to the last end of a prompt.
-        outcome: How it ended.
-        resumed: It continued a stream that broke in another Engine.
-        request_id: Id of the request, which all rows of a request share; empty: no id.
+        outcome: How the call ended.
+        resumed: Whether the call continued a stream that broke in another Engine.
+        request_id: Id of the request, the same for all calls of one request; empty: no id.
         replica: The Engine replica.
     """
 

@@ -8,10 +8,11 @@ NAME is unique for each process that writes. Four times a second the rows of the
 appended. A process that is killed loses the rows of its last quarter of a second, or of its last round if a
 round takes longer.
 
-A process holds its growing segment by a lock of the kernel on the open file, which ends with the process. A
-segment that nobody holds is closed: the process that closed it brings it into its last form, or the next
-process that starts, if the first process was killed. It holds the segment meanwhile, and removes it last, so
-each step may run again after a kill: the result is the same.
+A process holds its growing segment by a lock of the kernel on the open file. The lock ends with the process.
+A segment that nobody holds is closed. The process that closed a segment brings it into its last form. After a
+kill another process does so: the next process that starts, or before an upload any process of the node. This
+process holds the segment meanwhile, and removes the segment last. So each step may run again after a kill,
+with the same result.
 """
 
 import fcntl
@@ -55,7 +56,7 @@ WARN_S = 60.0
 """Seconds between two warnings of the same kind."""
 
 LAST_S = 2.0
-"""Least seconds for writing the last rows of a process. A network disk that is away hangs forever."""
+"""Least seconds for writing the last rows of a process: a write to a network disk that is away never ends."""
 
 DAY_S = 86_400.0
 
@@ -106,7 +107,7 @@ def hold(file: IO[bytes]) -> bool:
     """Hold an open file until it is closed or this process ends.
 
     Returns:
-        Whether it is held now: nobody else holds it, and it is still there.
+        Whether this process holds the file now: no other process held it, and it wasn't removed.
 
     Raises:
         OSError: The file system has no locks.
@@ -145,7 +146,7 @@ class Segment:
         try:
             held = hold(self._file)
         except OSError:
-            # Without locks, no process takes the segment of another one.
+            # On a file system without locks, no process takes the segment of another process.
             held = True
         if not held:
             self._file.close()
@@ -162,13 +163,13 @@ class Segment:
         Raises:
             OSError: No row was written.
         """
-        # A try that failed may have left a part of its rows, which would be there twice.
+        # A failed try may have left a part of its rows, which would then be in the file twice.
         os.ftruncate(self._file.fileno(), self.size)
         self._disk.append(self._file, data)
         self.size += len(data)
 
     def close(self) -> None:
-        """Let the segment go."""
+        """Release the segment."""
         with suppress(OSError):
             os.ftruncate(self._file.fileno(), self.size)
         self._file.close()
@@ -183,12 +184,12 @@ class Ledger:
         book: The calls.
         folder: Folder of the ledger, or the spool of a ledger at a URL.
         disk: The file system.
-        compact: Returns a segment, JSON lines, as Parquet; None: closed segments stay JSON lines.
+        compact: Returns the JSON lines of a segment as Parquet; None: closed segments stay JSON lines.
         upload: Uploads the content of a closed segment to a path below the URL; the segment is then removed
             here. None: segments stay.
         segment_bytes: Size at which a segment is closed.
         segment_s: Seconds after which it is closed; None: at the end of its day.
-        max_bytes: Maximum bytes of segments here; beyond the limit rows are dropped. None: no bound.
+        max_bytes: Maximum bytes of segments in the folder; beyond the limit rows are dropped. None: no limit.
         keep_s: Seconds after which a segment is removed; None: never.
         clock: Seconds since the epoch.
         now: Monotonic clock, in seconds.
@@ -196,7 +197,7 @@ class Ledger:
     Attributes:
         written: Rows that were written.
         written_at: Time of the last round that succeeded, on the monotonic clock.
-        full: Rows are dropped, since too many bytes wait for upload.
+        full: Whether rows are dropped, since too many bytes wait for upload.
     """
 
     def __init__(
@@ -373,7 +374,7 @@ class Ledger:
             self._disk.remove(path)
 
     def _keep(self, path: Path, rows: bytes) -> bool:
-        """Write or upload the rows of a segment in their last form; return whether it is another file."""
+        """Write or upload the rows of a segment in their last form; return whether to remove it."""
         target, content = path, rows
         if self._compact is not None:
             try:
@@ -407,7 +408,7 @@ class Writer:
     """Writes a ledger until it is stopped, with a thread for the rows and a thread for the closed segments.
 
     Args:
-        settings: The config's `args.usage`; it has a ledger.
+        settings: The config's `args.usage`, with a ledger.
         book: The calls.
         disk: The file system.
         interval_s: Seconds between two rounds.
