@@ -1,8 +1,8 @@
 """The quotas in an Engine: the reservations of its calls, and the reports to the service.
 
 A call reserves the most that it may use before it runs, and is charged for its use when it ends. A call that
-the Engine's blocks cover doesn't wait. Otherwise the call waits for the answer to a report, which asks
-for more; it is refused only if the limits have nothing left.
+the Engine's blocks cover doesn't wait. Any other call waits for the answer to a report that asks for more.
+The call is refused if a limit has too little left, or if other Engines give back too little within `MOST_S`.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from serve_app.system.cancellation import wait_for_event
 logger = logging.getLogger("ray.serve")
 
 POLL_S = 0.2
-"""Seconds between two reports during changes: other Engines wait as long for amounts that are free here."""
+"""Seconds between two reports during changes: other Engines wait as long for amounts freed here."""
 
 REST_S = 2.0
 """Seconds between two reports while calls run and nothing changes."""
@@ -145,12 +145,12 @@ class QuotaClient:
             async with asyncio.timeout(self._settings.away_s):
                 await self._ask(self._holder.report())
         except Exception as error:
-            # The service frees what this process holds once its reports are overdue.
+            # The service frees the amounts of a process whose reports are overdue.
             logger.debug("quotas: the last report failed: %r", error)
 
     @property
     def away(self) -> bool:
-        """True if the service has not answered for `away_s`, or within its time to start."""
+        """True if the service has not answered for `away_s`; at the start at least for `START_S`."""
         since = self._failing_since
         return since is not None and self._monotonic() - since >= self._patience_s
 
@@ -177,14 +177,14 @@ class QuotaClient:
             tokens: Maximum tokens that it may take, of prompts and answers.
             key: The name of its key.
             quota: The quota of the key; None: the key has no quota.
-            more: These are further tokens of a call that has a reservation: they count for no other limit.
+            more: Whether these are further tokens of a call with a reservation: only limits of tokens count.
 
         Returns:
             The reservation, which must be settled; None: the call has no quota, or runs without limits while
             the service is away.
 
         Raises:
-            RequestError: 429, a limit doesn't allow it now; 400, it never will; 503, the service is away.
+            RequestError: 429, a limit is used up; 400, the call exceeds a limit; 503, the service is away.
         """
         if not self._known and not await self._first_answer():
             self._go_on()
@@ -233,7 +233,7 @@ class QuotaClient:
         return headers
 
     def _given_back(self) -> None:
-        """Serve waiting calls, or wake the reports, after a call has given something back."""
+        """Serve the waiting calls after a call has given an amount back; without any, wake the reports."""
         if self._waiting:
             self._serve()
             self._report_soon()
@@ -262,7 +262,7 @@ class QuotaClient:
         """Let a call go on without limits while the service is away, if the settings allow it.
 
         Raises:
-            RequestError: 503, they don't.
+            RequestError: 503, the settings don't allow it.
         """
         if self._settings.when_away == "refuse":
             raise away_error(self._patience_s)
@@ -305,7 +305,7 @@ class QuotaClient:
     async def _run(self) -> None:
         assert self._wake is not None
         while True:
-            # Calls that arrive during a report belong to the next report.
+            # The next report has the calls that arrive during a report.
             self._due = False
             self._wake.clear()
             try:
@@ -315,7 +315,7 @@ class QuotaClient:
             await self._until_due(self._pause_s())
 
     async def _until_due(self, seconds: float) -> None:
-        """Wait for some seconds: fewer once a call takes something, and none if a report is due at once."""
+        """Wait for the next report: at most some seconds, fewer after a change, none if a report is due."""
         assert self._wake is not None
         began = self._monotonic()
         # If a report comes soon, calls need not wake this task.
@@ -416,7 +416,7 @@ def _check_fits(limits: Iterable[HeldCounter], tokens: int) -> None:
 
 
 def _lacks(limits: HeldCounter, tokens: int, now: float) -> bool:
-    """Return whether a limit has too little for a call, together with the rest of all blocks."""
+    """Return whether a limit, with the rest of all blocks, has too little left for a call."""
     return any(left < limits.amount(tokens) for _, left, _ in limits.remaining(now))
 
 
@@ -426,7 +426,7 @@ def _refusal(limits: HeldCounter, tokens: int, now: float) -> RequestError:
     states = limits.remaining(now)
     if not states:
         return away_error(MOST_S)
-    # Of the limits with too little left, the limit that is the last to have enough counts.
+    # Of the limits with too little left, the limit with the longest wait counts.
     short = [found for found in states if found[1] < amount] or [min(states, key=lambda found: found[1])]
     seconds, (state, left, _) = max(
         ((_wait_s(limits, *found, amount), found) for found in short), key=lambda pair: pair[0]

@@ -1,7 +1,7 @@
-"""The counters of all quotas: what each window has taken, and the blocks of it that Engines hold.
+"""The counters of all quotas: the amount taken in each window, and the blocks that Engines hold.
 
-This module only decides: it has no clock, thread or I/O. A holder is a process that spends: an Engine. It
-takes a block of a counter for a minute, ahead of its requests:
+This module has no clock, thread or I/O. A holder is a process that spends: an Engine. A holder takes a block
+of a counter for a minute, ahead of its requests:
 
     taken = used + reserved (by requests that run) + left
 
@@ -21,7 +21,7 @@ from serve_app.quotas.windows import Span, window_at
 from serve_app.settings.usage import Quota
 
 Kind = Literal["tokens", "requests", "slots"]
-"""The thing that is counted; a slot is one request in flight."""
+"""The unit that is counted; a slot is one request in flight."""
 
 LIMITS: Mapping[Kind, Mapping[str, Span | None]] = {
     "tokens": {"tokens_per_minute": "minute", "tokens_per_day": "day", "tokens_per_month": "month"},
@@ -40,7 +40,7 @@ ASKED_S = 3.0
 """Seconds without a report after which a holder counts as away."""
 
 SHORT_S = 1.0
-"""Seconds for which holders have nothing left after a need that could not be met."""
+"""Seconds for which holders keep nothing ahead after a need that could not be met."""
 
 FORGOTTEN_S = 3600.0
 """Seconds after which a key or a holder that doesn't report is forgotten."""
@@ -91,7 +91,7 @@ class CounterReport(NamedTuple):
 
     Attributes:
         counter: The counter.
-        blocks: All blocks of the holder, but for empty ones.
+        blocks: All blocks of the holder that aren't empty.
         need: The amount that waiting requests lack.
         least: The amount of the smallest waiting request; less is useless.
         ahead: The amount that the next second is likely to need, beyond `need`.
@@ -110,9 +110,9 @@ class HolderReport(NamedTuple):
     Attributes:
         holder: Its name, unique and never used again.
         number: Number of the report, from 1 on.
-        counters: The counters that have changed since an answered report, or that it asks for.
+        counters: The counters that have changed since an answered report, or that the holder asks for.
         keys: Quotas of the keys among the counters, by subject.
-        table: Version of the tenants' quotas that it knows.
+        table: Version of the tenants' quotas that the holder knows.
     """
 
     holder: str
@@ -164,8 +164,8 @@ class HolderAnswer(NamedTuple):
     """The answer to a report.
 
     Attributes:
-        session: A name for the service's memory of the holder. A new session knows less than the last
-            session: the next reports state all counters.
+        session: Name of the service's knowledge of the holder. In a new session the service knows less: the
+            next reports state all counters.
         grants: A grant for each counter that has a limit.
         table: Version of the tenants' quotas.
         tenants: The quotas of all tenants, if the holder knows another version.
@@ -266,8 +266,7 @@ class Counters:
 
     Attributes:
         last_seen: The latest time of a report, in seconds since the epoch.
-        urgent: Something was granted, or used by a block that holds nothing more: it must be saved before any
-            answer leaves.
+        urgent: Whether a change must be saved before any answer leaves: a grant, or the last use of a block.
 
     Raises:
         ValueError: The state is not a state of quotas.
@@ -352,7 +351,7 @@ class Counters:
             yield {json.dumps(place): self._text(place) for place in places}
 
     def sweep(self, now: float, at: float) -> Iterator[None]:
-        """Free the amounts of silent holders, and forget counters that are used up, in slices.
+        """Free the amounts of silent holders, and forget counters without blocks and current use, in slices.
 
         Args:
             now: As in `take`.
@@ -362,7 +361,7 @@ class Counters:
         gone = {name for name in silent if at - self._holders[name].seen_at > FORGOTTEN_S}
         freed = {name for name in silent if not self._holders[name].is_silent}
         for name in freed:
-            # If it reports again, it states everything. Its use until then is in its blocks here.
+            # A silent holder that reports again states all counters. Until then its blocks keep its use.
             self._holders[name].is_silent, self._holders[name].session = True, uuid4().hex
         for places in slices(list(self._counters)):
             for counter in places:
@@ -393,7 +392,7 @@ class Counters:
     # Blocks and grants
 
     def _set(self, holder: str, report: CounterReport, now: float) -> None:
-        """Set the blocks of a counter. A block that isn't stated is over, or its holder never knew of it."""
+        """Set the blocks of a counter. A known block that isn't stated is over, or its grant was lost."""
         kind = report.counter.kind
         found = self._counters.get(report.counter)
         if found is None:
@@ -420,7 +419,7 @@ class Counters:
         found = self._counters.get(counter) or _Counted()
         windows = LIMITS[counter.kind]
         room = max(0, min(limits[name] - found.window(windows[name], now).taken for name in limits))
-        # A part of a request is useless here, and may complete a request of another holder.
+        # Less than the smallest request is useless to this holder, and may be enough for another holder.
         given = min(report.need, room) if room >= report.least else 0
         if given < report.need:
             found.short_at = at
@@ -429,7 +428,7 @@ class Counters:
         mine = found.blocks.get(holder, {}).get(minute) or Block(minute)
         share = 0
         if at - found.short_at > SHORT_S:
-            # With half of the rest, the holders together never take all of it ahead.
+            # Half of the rest is shared, so the holders together never take the whole rest ahead.
             rest = room - given + sum([block.left for block in sharing])
             share = rest // (2 * (len(sharing) + (mine not in sharing)))
             given += max(0, min(report.ahead, share, room - given + mine.left) - mine.left)

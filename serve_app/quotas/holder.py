@@ -28,7 +28,8 @@ AHEAD_S = 1.0
 """Seconds of use that are taken ahead."""
 
 ASKS_S = 2.0
-"""Seconds after its last use in which reports ask for a counter, so that its states are known."""
+"""Seconds after the last use of a counter in which reports ask for it, so that the states of its limits are
+known."""
 
 LATEST = 0.1
 """Weight of the latest call in moving means."""
@@ -123,7 +124,7 @@ class HeldCounter:
             for one in self.blocks
             if not self._is_over(one, now) or (one.used and Block(one.minute, one.used) not in told)
         ]
-        # With waiting calls, reports come many times a second, too short a time to measure a rate.
+        # With waiting calls, reports come many times a second: the time between two is too short for a rate.
         elapsed = max(1e-3, now - self._reported_at)
         self._rate += (1 - math.exp(-elapsed / AHEAD_S)) * (self.taken / elapsed - self._rate)
         self.taken, self._reported_at = 0, now
@@ -138,11 +139,11 @@ class HeldCounter:
         return CounterReport(self.counter, self._sent, need, least, ahead)
 
     def rests(self, now: float) -> bool:
-        """Return whether the service knows all, and nothing is asked for."""
+        """Return whether the service knows the blocks, and the counter asks for nothing."""
         return now - self.used_at > ASKS_S and not self.current.left and self.told == self.stated()
 
     def is_stale(self, now: float) -> bool:
-        """Return whether the service has a block that is over, and can forget it."""
+        """Return whether a block is over that the service can forget."""
         return any(one.used and self._is_over(one, now) for one in self.blocks)
 
     def _is_over(self, block: HeldBlock, now: float) -> bool:
@@ -264,7 +265,7 @@ class Holder:
     Args:
         name: Its name, unique and never used again.
         clock: Monotonic clock, in seconds.
-        given_back: Called when a call has given something back.
+        given_back: Called when a call has given an amount back.
 
     Attributes:
         busy: The subjects whose counters the next reports state.
@@ -295,7 +296,7 @@ class Holder:
         return [one for one in found.counters if one.limits]
 
     def take(self, limits: Sequence[HeldCounter], tokens: int) -> Reservation | None:
-        """Reserve a call of the blocks; None: they don't cover it."""
+        """Reserve the amounts of a call from the blocks; None: the blocks don't cover the call."""
         now = self.clock()
         if now >= self._holds_until:
             return None
@@ -338,7 +339,7 @@ class Holder:
 
     @property
     def has_more(self) -> bool:
-        """Whether the last report had no place for all."""
+        """Whether busy subjects had no place in the last report."""
         return bool(self._round)
 
     def apply(self, answer: HolderAnswer, sent_at: float) -> None:
@@ -348,7 +349,7 @@ class Holder:
             answer: The answer. It must not be the answer to an earlier report.
             sent_at: Time of the report.
         """
-        # Later the service takes the amounts of a silent holder for free.
+        # After this time the service counts the amounts of a silent holder as free.
         self._holds_until = sent_at + SILENT_S
         for subject in self._sent:
             for one in subject.counters:
@@ -379,7 +380,7 @@ class Holder:
                 subject.set_quota(subjects.get(name, Quota()), self.clock())
 
     def _next(self) -> list[HeldSubject]:
-        """Return the next busy subjects; subjects that have come to rest are busy no more, or forgotten."""
+        """Return the next busy subjects. A subject at rest leaves; without blocks it is forgotten."""
         now = self.clock()
         if NEVER < self._holds_until <= now:
             self._holds_until = NEVER

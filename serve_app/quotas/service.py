@@ -24,7 +24,7 @@ SAVE_S = 1.0
 """Seconds after which changes are saved if no answer waits for them."""
 
 SWEEP_S = 10.0
-"""Seconds between two checks for silent holders and used up counters."""
+"""Seconds between two checks for silent holders and for counters without use."""
 
 REFRESH_S = 2.0
 """Seconds between two checks of the file of quotas."""
@@ -41,8 +41,8 @@ _HELD = "tenants"
 class QuotaService:
     """The counters of all quotas, kept in a database.
 
-    An answer with a grant leaves once the grant is saved. Reports that arrive meanwhile are saved together.
-    Used amounts and amounts given back are saved a little later, since holders report them again.
+    An answer with a grant, or to the last use of a block, leaves once this change is saved. Reports that
+    arrive meanwhile are saved together. Other changes are saved a little later: holders report sums again.
 
     Args:
         settings: Quotas of tenants.
@@ -114,7 +114,7 @@ class QuotaService:
         return answer
 
     async def _saved(self) -> None:
-        """Return once every grant in an answer is saved: the grants of this call, and of calls before it."""
+        """Return once the urgent changes of this call, and of calls before it, are saved."""
         if self._counters.urgent:
             self._unsaved = True
         if self._unsaved or self._saving:
@@ -146,7 +146,7 @@ class QuotaService:
 
     async def close(self) -> None:
         """Save the changes, and close the database."""
-        # The saving task ends by itself: if it were cancelled, its thread would run on, beside the last save
+        # The saving task ends by itself. The thread of a cancelled task would run on, beside the last save
         # and after the database is closed.
         self._closing = True
         self._wake.set()
@@ -192,7 +192,7 @@ class QuotaService:
                 future.set_exception(failed)
 
     async def sweep(self) -> None:
-        """Free the amounts of silent holders, and forget counters that are used up."""
+        """Free the amounts of silent holders, and forget counters without blocks and current use."""
         for _ in self._counters.sweep(self._clock.now(), self._monotonic()):
             await asyncio.sleep(0)
 
@@ -222,7 +222,7 @@ class QuotaService:
 
 
 def place_of(quotas: QuotasSettings, batches: BatchesSettings | None) -> Path | str:
-    """Return the file or the URL of the quotas' database: their own, or else the database of the batches.
+    """Return the file or the URL of the quotas' database: their own, or by default the place of the batches.
 
     Raises:
         SettingsError: The environment has no URL.

@@ -1,7 +1,7 @@
 """The database of the quotas: texts by key, in SQLite or PostgreSQL.
 
-The process that opens it last owns it, and earlier processes can no longer save: after a lost connection to a
-node, two processes may run for a while.
+The process that opens the database last owns it; earlier processes can no longer save. After a lost
+connection to a node, two processes may run for a while.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ VERSION = 1
 
 
 class State(Protocol):
-    """Texts by key. The methods may be called in any thread, one at a time; all raise a DatabaseError."""
+    """Texts by key. The methods run in any thread, one at a time; each may raise a DatabaseError."""
 
     @property
     def place(self) -> str:
@@ -70,7 +70,7 @@ class StoredState:
         keys = [{"name": key} for key in changes]
         rows = [{"key": key, "value": value} for key, value in changes.items() if value is not None]
         with self._database.transaction() as db:
-            # The upsert syntax differs between both dialects.
+            # A deletion and an insertion: SQLite and PostgreSQL have different statements for an upsert.
             if keys:
                 db.execute(sa.delete(TEXTS).where(TEXTS.c.key == sa.bindparam("name")), keys)
             if rows:

@@ -22,7 +22,7 @@ def read_quotas(text: str, source: str) -> dict[str, Quota]:
 
     Args:
         text: YAML or JSON.
-        source: Its origin, for errors.
+        source: Origin of the text, for errors.
 
     Raises:
         SettingsError: A quota is wrong; the message has its path.

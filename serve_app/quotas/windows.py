@@ -14,7 +14,7 @@ STEP_S = 1.0
 """Maximum seconds of a jump ahead of the wall clock that is followed at once, as an ordinary correction."""
 
 SETTLED_S = 60.0
-"""Seconds after which a jump ahead counts as the right time. A jump that is undone before changes nothing."""
+"""Seconds after which a jump ahead counts as the right time. A jump that ends sooner changes nothing."""
 
 
 class CalendarWindow(NamedTuple):
@@ -48,7 +48,7 @@ class WindowClock:
 
     The time follows the wall clock. If the wall clock jumps ahead, the time runs by the monotonic clock until
     the jump has lasted for `SETTLED_S`. If the wall clock is behind, the time runs at half speed until both
-    agree: it never stands still, and no window comes twice.
+    agree. So the time never stands still, and no window comes twice.
 
     Args:
         wall: Seconds since the epoch.
