@@ -1,4 +1,4 @@
-"""Moves batches through their states: validation, rows, results, the end; and says which will be late."""
+"""Moves batches through their states: validation, rows, results, end. Warns of batches that will be late."""
 
 import asyncio
 import logging
@@ -67,7 +67,7 @@ class RowRate:
 
     @property
     def per_s(self) -> float | None:
-        """The rate; None: not known yet. Without any row, it is known after an hour: engines may start."""
+        """The rate; None: not known yet. Without rows it is known after an hour: engines may start."""
         since_s, before = self._marks[0]
         seconds, rows = self._worked_s - since_s, self.rows - before
         return rows / seconds if seconds >= (MINUTE_S if rows else HOUR_S - MINUTE_S) else None
@@ -165,8 +165,8 @@ class BatchRunner:
 
     Batches of a tenant for one model run in the order of their deadlines; the next batch begins when all rows
     of the batch before are taken. Taken rows stay where they are when a batch with an earlier deadline comes.
-    Batches for different models run side by side. Batches with several models are treated as batches for one
-    more model. A `Runner` sends the rows.
+    Batches for different models run side by side. Batches with several models count as batches of one further
+    model. A `Runner` sends the rows.
 
     Args:
         store: The state.
@@ -301,11 +301,11 @@ class BatchRunner:
     def _step(self) -> None:
         """Begin all work that can begin now."""
         heads: dict[tuple[str | None, str], OpenBatch] = {}
-        # A taken row goes before rows that aren't taken, even those of an earlier batch.
+        # A taken row goes before rows that aren't taken, even before rows of an earlier batch.
         due: dict[tuple[str | None, str], OpenBatch] = {}
         for one in self._open.values():
             if not one.in_flight:
-                # Rows in flight keep their places; without any, its adapter may have moved to another model.
+                # An adapter may move to another model. Rows in flight keep their places at the old model.
                 one.base = self._client.base_of(one.batch.model) if one.batch.model else None
             state, turn = one.batch.state, (one.base, one.batch.tenant)
             if one.lost or state in ("finalizing", "cancelling") or self._clock() >= one.batch.expires_at:
@@ -374,7 +374,7 @@ class BatchRunner:
         errors = await asyncio.to_thread(check, plan, batch.endpoint, models, rights["max_lines"])
         unknown = any(error["code"] == UNKNOWN_MODEL for error in errors)
         if unknown and starting and not one.stopping:
-            # A restart loses no batch of an adapter that was loaded while the service ran.
+            # After a restart, an adapter that was loaded while the service ran isn't known at once.
             logger.info("%s waits for the adapters of %s, which has not answered", batch.id, starting)
             await self._client.refresh(wake=True)
             await asyncio.sleep(self._tick_s)
@@ -408,7 +408,7 @@ class BatchRunner:
         groups = max(1, one.in_flight // TOGETHER)
         one.rows.extend(await asyncio.to_thread(one.unsent.take, self._content, groups))
         if not one.unsent:
-            # The plan isn't needed in memory any more.
+            # All rows are read, so the plan may leave the memory.
             one.read, one.unsent = True, None
 
     async def _end(self, one: OpenBatch) -> None:

@@ -60,7 +60,7 @@ class Draft:
     def discard(self) -> None:
         """Delete the draft."""
         self.path.unlink(missing_ok=True)
-        # The last bytes may find no space; they aren't needed.
+        # The last bytes aren't needed, and may find no space.
         with suppress(OSError):
             self._file.close()
 
@@ -84,7 +84,7 @@ class Storage(Protocol[P_co]):
         """Return the length of a file; None: it is missing."""
 
     def put(self, draft: Draft, name: str) -> None:
-        """Make a draft a file, durably, in place of an older file: after a crash, one of them is whole."""
+        """Make a draft a file, durably, in place of an older file: a crash leaves one of both whole."""
 
     def remove(self, names: Sequence[str]) -> None:
         """Delete the files that exist."""
@@ -147,7 +147,7 @@ class Content(Generic[P_co]):
     """Contents by id. Its methods may be called in any thread.
 
     Args:
-        folder: Folder of the drafts; drafts of earlier epochs are deleted.
+        folder: Folder that has the drafts, in `drafts`; drafts of earlier epochs are deleted.
         epoch: The epoch of the owner, `Store.epoch`.
         storage: Where the contents are; a `DiskContent` uses the same folder.
     """

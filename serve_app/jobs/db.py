@@ -56,7 +56,7 @@ TYPES: dict[Any, sa.types.TypeEngine[Any]] = {
 """Types of columns, by the types of fields."""
 
 VERSION = 10
-"""Version of the tables; a change of them counts it up."""
+"""Version of the tables; each change of the tables raises it."""
 
 METADATA = sa.MetaData()
 

@@ -22,7 +22,7 @@ from serve_app.wire.request import RelayRequest
 logger = logging.getLogger("ray.serve")
 
 DRAIN_S = 5.0
-"""Seconds for rows in flight to end when this replica stops. The next replica sends the rest again."""
+"""Seconds for rows in flight to end when this replica stops. The next replica sends the other rows again."""
 
 
 class Batches:
@@ -34,7 +34,8 @@ class Batches:
         quotas: Whether the service keeps quotas.
 
     Raises:
-        StoreError: The folder can't be used.
+        StoreError: The folder, the contents or the database fails.
+        UnusableError: The database can't be used as it is.
     """
 
     # Serve awaits a constructor that is a coroutine.

@@ -4,7 +4,7 @@ from serve_app.rows.errors import RunError
 
 
 class StoreError(Exception):
-    """The folder can't be used as it is; the message says what to change."""
+    """The place of the batches can't be used as it is; the message says what to change."""
 
 
 class NotFoundError(Exception):
@@ -24,4 +24,4 @@ class StateError(Exception):
 
 
 class ContentLostError(RunError):
-    """Content that the store lists is missing from the disk."""
+    """A content or a plan that a batch needs is missing, or has changed."""

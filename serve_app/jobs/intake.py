@@ -185,8 +185,8 @@ async def receive(
             upload.
 
     Raises:
-        RequestError: 400, the body isn't such a form, or ends early; 408, the upload stalls; 413, the form is
-            too large.
+        RequestError: 400, the body isn't a form with a file, or ends early; 408, the upload stalls; 413, the
+            form is too large.
     """
     kind, options = parse_options_header(request.headers.get("content-type"))
     boundary = options.get(b"boundary")
@@ -288,7 +288,7 @@ def batch_error(code: str, message: str, *, line: int | None = None, param: str 
 
 
 def read_rows(file: IO[bytes], limits: BatchesSettings) -> RowPlan:
-    """Parse the rows of an upload, check what holds for each batch, and plan them.
+    """Parse the rows of an upload, check the rules that hold in every batch, and plan the rows.
 
     Only a hash of each `custom_id` is kept in memory.
 
@@ -305,7 +305,7 @@ def read_rows(file: IO[bytes], limits: BatchesSettings) -> RowPlan:
 
 
 def check(plan: RowPlan, endpoint: str, models: Collection[str], max_lines: int) -> list[JSON]:
-    """Return OpenAI's errors of the input of a batch, in its order; empty: the batch may run.
+    """Return OpenAI's errors of the rows of a batch, in the order of the input; empty: the batch may run.
 
     Args:
         plan: The plan of the input.
@@ -420,7 +420,7 @@ class _Reading:
             message = f"custom_id must be a string of 1 to {MAX_ID} characters"
             self._add(line, "invalid_type", message, "custom_id")
             return
-        # A hash, so that long ids take no more memory than short ones.
+        # A hash: a long id takes no more memory than a short id.
         digest = blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         first = self._first_lines.setdefault(digest, line.number)
         if first != line.number:

@@ -65,7 +65,7 @@ class KeyRules:
         return self.common.model_copy(update=found.batches.model_dump(exclude_none=True))
 
     def ended(self, key: str) -> str | None:
-        """Return what ends the batches of a key: "removed", "disabled" or "expired"; None: they continue.
+        """Return why batches of a key end: "removed", "disabled" or "expired"; None: the batches continue.
 
         Args:
             key: Name of the key; empty: the batches have no key.
@@ -80,7 +80,7 @@ class KeyRules:
             return None
         found = self._keys.named(key)
         if found is None:
-            # The Ingress has read another version of the keys. Without rules, the key would have too many
+            # The Ingress has read a newer version of the keys. Without its rules, the key would have too many
             # rights.
             message = f"The API key {key!r} is not known to the batches yet; try again in a few seconds."
             raise RequestError(503, "service_unavailable", message, retry_after_s=UNKNOWN_S)

@@ -1,4 +1,4 @@
-"""Lines of a batch: what is sent of an input line, and the lines of the output and the error file."""
+"""Lines of a batch: the body of an input line as it is sent, and lines of the output and the error file."""
 
 import msgspec
 from pydantic_core import to_json

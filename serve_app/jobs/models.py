@@ -64,10 +64,10 @@ class Batch:
 
     Attributes:
         weight: The tenant's share relative to other tenants; None: not stated.
-        output_file: Id of the output; the file exists once the batch has ended, if the output has rows.
-        error_file: Id of the file with the rows that failed; it exists under the same conditions.
+        output_file: Id of the output; the file exists once the batch has ended, if a row succeeded.
+        error_file: Id of the error file; the file exists once the batch has ended, if a row failed.
         retention_s: Seconds after which the output and the error file are deleted.
-        model: The model of all rows, or of the first rows until all are validated; None: they name several.
+        model: The model of all rows; None: the rows aren't validated, or name several models or none.
         errors: Errors of the batch as a whole.
         total: Number of rows; 0 until they are validated.
         completed: Rows in the output.
@@ -77,8 +77,8 @@ class Batch:
         output_bytes: Length of the output, which is written at the end of the batch.
         error_bytes: Length of the error file.
         created_at: Time in seconds since the epoch, like all `_at` fields.
-        expires_at: The deadline: no row is started after it.
-        api_key: Name of the API key that created it; empty: no key.
+        expires_at: The deadline: a row without an answer by then gets an error.
+        api_key: Name of the API key that created the batch; empty: no key.
         rights: The key's rights at the creation of the batch, see `KeyRules.rights`; empty: the rights that
             the key has now.
     """
@@ -189,7 +189,7 @@ def file_object(file: File) -> JSON:
 
 
 def batch_object(batch: Batch, warning: str | None = None) -> JSON:
-    """Return a batch as JSON. The ids of its result files are set once it has ended.
+    """Return a batch as JSON. The ids of its result files are set once the batch has ended.
 
     Args:
         batch: The batch.

@@ -31,7 +31,7 @@ class Objects:
 
     def __init__(self, url: str) -> None:
         try:
-            # Another process may have written meanwhile.
+            # A cached listing would hide files that another process has written.
             self._fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
         except (ImportError, ValueError) as error:
             raise StoreError(f"batches.content: {url}: {error}") from None
@@ -47,7 +47,7 @@ class Objects:
         return io.BufferedReader(_Raw(self._open(name)), BLOCK_BYTES)
 
     def spans(self, name: str, places: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Return bytes of an object, by offsets and lengths; all of them are fetched at once."""
+        """Return bytes of an object, by offsets and lengths; all ranges are fetched at once."""
         starts, ends = [at for at, _ in places], [at + size for at, size in places]
         with _translated():
             return [*self._fs.cat_ranges([self._path(name)] * len(places), starts, ends, on_error="raise")]
@@ -81,8 +81,8 @@ class Objects:
                         self._fs.rm_file(path)
 
     def _open(self, name: str) -> Any:
-        # With a cache, the file would read ahead, many megabytes in some storages. It has no `readline` with
-        # a size, so callers buffer it.
+        # With a cache, the file would read ahead, many megabytes in some storages. The file has no `readline`
+        # with a size, so `open` buffers it.
         with _translated():
             return self._fs.open(self._path(name), "rb", cache_type="none")
 

@@ -1,4 +1,4 @@
-"""The plan of a file: where its rows are, what they call, and the order in which they are sent.
+"""The plan of a file: places, routes and models of its rows, and the order in which the rows are sent.
 
 An upload parses each row once and makes the plan, which the database has as long as the file. The rows of a
 batch are read by their offsets when they are sent. A result belongs to a line, independent of the plan.
@@ -43,11 +43,11 @@ class InputLine(NamedTuple):
 
 
 BLANK_LINES = 100_000
-"""Blank lines that are passed over. Further ones are wrong rows: 200 MB of them would take 47 s of a core."""
+"""Blank lines that are skipped. Further blank lines are wrong rows: 200 MB would take 47 s of a core."""
 
 
 def read_lines(file: IO[bytes], max_line_bytes: int) -> Iterator[InputLine]:
-    """Yield the lines that aren't blank, and blank lines beyond `BLANK_LINES`. The file is read once.
+    """Yield the lines that aren't blank, and blank lines after the first `BLANK_LINES`, in one reading.
 
     Args:
         file: The file.
@@ -85,7 +85,7 @@ SHARED = 0.25
 """Least share of the bytes of rows that their common prefix must have."""
 
 TOGETHER = 4
-"""Rows in flight for each open group, so that its prefix stays in use and isn't evicted."""
+"""Rows in flight for each open group, so that the prefix of the group stays in the KV cache."""
 
 GAP_BYTES = 4096
 """Largest gap between two rows that are read together, in bytes."""
@@ -134,8 +134,8 @@ class RowPlan:
     Args:
         entries: The entries, in the order of the input.
         targets: The targets of the rows.
-        errors: OpenAI's errors of lines that no batch may have, in the order of the input; if there are any,
-            the plan may lack rows.
+        errors: OpenAI's errors of lines that are wrong in every batch, in the order of the input. A plan with
+            errors may lack rows.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class _Group(NamedTuple):
 class Planner:
     """Makes a plan from rows that are added in the order of the input.
 
-    In memory, a row takes its entry, and 4 bytes for each half kilobyte of its prompt.
+    In memory, a row takes its entry, and 4 bytes for each hash of its prompt (`serve_app.api.facts.ENDS`).
     """
 
     def __init__(self) -> None:
@@ -200,7 +200,7 @@ class Planner:
         Args:
             line: The row's line, which isn't longer than allowed.
             body: The row's body, which may be invalid.
-            target: What the row calls.
+            target: The route and the model that the row calls.
         """
         text = line.text or b""
         number = self._targets.setdefault(target, len(self._targets))

@@ -50,7 +50,7 @@ THREADS = 4
 """Calls of the store and of the contents at once."""
 
 MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 30 * DAY_S
-"""Bounds of the time after which a file is deleted, where a request says so."""
+"""Bounds of `expires_after`: the seconds after which a file is deleted."""
 
 BODY_BYTES = 1 << 16
 """Most bytes of the body that creates a batch."""
@@ -203,7 +203,7 @@ class BatchAPI:
     async def _keep(self, upload: FileUpload, file: File, limits: BatchesSettings) -> None:
         draft = upload.draft
         assert draft is not None
-        # One at a time: it keeps a core busy.
+        # One upload at a time: the parse keeps a core busy.
         async with self._reading:
             with draft.open() as text:
                 plan = await asyncio.to_thread(read_rows, text, limits)
@@ -248,7 +248,7 @@ class BatchAPI:
         except (ContentLostError, FileNotFoundError):
             first = b""
         if file.bytes and not first:
-            message = f"The content of the file {file.id!r} got lost on the server's disk"
+            message = f"The content of the file {file.id!r} is lost: the storage doesn't have it whole"
             raise RequestError(500, "internal_error", message)
         whole = chain([first], pieces)
         return StreamingResponse(whole, media_type=kind, headers={"content-length": str(file.bytes)})

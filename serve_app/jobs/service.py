@@ -112,7 +112,7 @@ BROKEN = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 """SQLite's permanent errors: tables are missing, the file is damaged, or it isn't a database."""
 
 GATHER_S = 0.02
-"""Seconds for which results are gathered: committing one result takes nearly as long as committing ten."""
+"""Seconds for which results are gathered: a commit of one result takes nearly as long as a commit of ten."""
 
 SCHEDULING = "scheduling"
 """Key of the ASGI scope under which a relayed request has its scheduling."""
@@ -172,7 +172,7 @@ class BatchService:
         keys: KeyStore | None = None,
         down_s: float = DOWN_S,
     ) -> "BatchService":
-        """Open the folder, and resume the batches in it.
+        """Open the state and the contents, and resume the open batches.
 
         Args:
             settings: Place and limits.
@@ -182,7 +182,7 @@ class BatchService:
             down_s: Seconds to wait for a database that is down.
 
         Raises:
-            StoreError: The folder can't be used.
+            StoreError: The place of the state or of the contents can't be used as it is.
             OSError: The folder can't be created, read or written.
             UnusableError: The database can't be used as it is.
             DatabaseError: The database still fails after `down_s`, or fails for good.
@@ -260,7 +260,7 @@ class BatchService:
 
 
 def _tell_end(running: asyncio.Task[None]) -> None:
-    """Log why the runner has ended, unless it was stopped; `check` makes Ray Serve replace the replica."""
+    """Log why the runner has failed, if it has; `check` makes Ray Serve replace the replica."""
     if not running.cancelled() and (error := running.exception()) is not None:
         causes: list[BaseException] = [one for one in _single(error) if isinstance(one, FencedError)] or [
             error
@@ -310,7 +310,7 @@ async def _open_store(store: Callable[[], Store], down_s: float) -> Store:
         try:
             return await asyncio.to_thread(store)
         except DatabaseError as error:
-            # The upper bits of SQLite's error codes only distinguish variants of an error.
+            # The upper bits of SQLite's error codes distinguish variants of an error.
             if loop.time() > deadline or getattr(error.__cause__, "sqlite_errorcode", 0) & 0xFF in BROKEN:
                 raise
             if (message := str(error)) != told:

@@ -1,8 +1,8 @@
 """Files and results: changes that touch both the database and the contents.
 
 Each content has a file in the database, belongs to an open batch, or is noted in the database as a content
-without a file. So the next start finds what a process left when it ended in the middle of a change, and
-deletes nothing else: no foreign file, and no content of another database.
+without a file. So the next start finds the contents that a process left when it ended in the middle of a
+change. It deletes no foreign file, and no content of another database.
 """
 
 from array import array
@@ -59,7 +59,7 @@ def delete_contents(store: Store, content: Contents, ids: Sequence[str]) -> None
     """Delete contents that are noted as contents without a file.
 
     Raises:
-        OSError: A content can't be deleted and stays noted; the rest are deleted.
+        OSError: A content can't be deleted and stays noted; all other contents are deleted.
         DatabaseError: The database fails; the contents stay noted.
     """
     deleted, failed = [], None
@@ -102,9 +102,9 @@ def remove_expired(store: Store, content: Contents, now: int, limits: BatchesSet
         The number of deleted files.
 
     Raises:
-        OSError: A content can't be deleted; everything else is.
+        OSError: A content can't be deleted; all other contents are deleted.
     """
-    # The file goes before its content: a reader of a file without content would get an error.
+    # A file is removed before its content: a reader of a file without content would get an error.
     ids = store.remove_expired(now) + store.remove_excess(limits.max_result_bytes)
     store.remove_expired_batches(now, limits.retention_s)
     delete_contents(store, content, ids)
@@ -184,7 +184,7 @@ def give_up(store: Store, content: Contents, id: str, reason: str, now: int) -> 
         store: The state.
         content: The contents.
         id: The batch, with nothing in flight.
-        reason: What is gone.
+        reason: Message about the lost content.
         now: Time of the end, in seconds since the epoch.
 
     Raises:

@@ -41,7 +41,7 @@ BATCH = sa.select(BATCHES).where(BATCHES.c.id == sa.bindparam("b_id"))
 OPEN_BATCHES = sa.select(BATCHES).where(IS_OPEN).order_by(BATCHES.c.number)
 COUNT = (
     sa.update(BATCHES)
-    # Many rows of values allow no list.
+    # A statement that runs with many rows of values can't have a list as a value.
     .where(BATCHES.c.id == sa.bindparam("b_id"), sa.or_(*(BATCHES.c.state == state for state in OPEN)))
     .values({name: BATCHES.c[name] + sa.bindparam(f"add_{name}") for name in Counts._fields})
 )
@@ -105,7 +105,7 @@ class Store:
         max_files: int | None = None,
         plan: RowPlan | None = None,
     ) -> None:
-        """Add a file whose content is on the disk.
+        """Add a file whose content is stored already.
 
         Args:
             file: The file.
@@ -232,8 +232,8 @@ class Store:
         Args:
             batch: The batch.
             max_open: Most batches of the tenant that haven't ended.
-            max_batches: Most batches of the tenant: beyond it, the oldest ended batches are forgotten with
-                their results; None: no limit.
+            max_batches: Most batches of the tenant. Beyond this number the oldest ended batches are forgotten
+                with their results. None: no limit.
 
         Returns:
             Ids of the forgotten results; their contents are noted, and may be deleted now.
@@ -489,7 +489,7 @@ def _note(db: Connection, ids: Sequence[str]) -> list[str]:
 
 
 def _insert(db: Connection, table: sa.Table) -> Any:
-    """Return an insertion that may define what to do about an existing row."""
+    """Return an insertion that may have a clause for an existing row."""
     return (postgresql if db.dialect.name == "postgresql" else sqlite).insert(table)
 
 
@@ -506,7 +506,7 @@ def _item(kind: type[T], row: RowMapping) -> T:
 
 
 def _counts(results: Sequence[Result]) -> Counts:
-    """Return what results add to the columns of their batch."""
+    """Return the numbers that results add to the columns of their batch."""
     failed = sum(one.is_error for one in results)
     unrun = sum(one.is_unrun for one in results)
     output, errors = (

@@ -1,8 +1,8 @@
-"""Bodies that come in pieces, by calls beside the one that carries their request.
+"""Bodies that come in pieces, by calls beside the call with their request.
 
-A deployment handle carries messages, and a large body must be in memory as a whole nowhere. So the caller
-makes an id, begins the request with it, and sends the pieces one after the other: each call returns when the
-piece has room, which holds the caller back.
+A deployment handle carries messages, and no process may have a large body in memory as a whole. So the caller
+makes an id, begins the request with the id, and sends the pieces one after the other. Each call returns once
+the piece has room, so the caller sends no faster than the pieces are read.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ MAX_WAITING = 2
 """Pieces that wait for their reader."""
 
 BEGIN_S = 20.0
-"""Seconds that the first piece waits for its request, which travels by another call."""
+"""Seconds that a piece waits for its request, which comes by another call."""
 
 
 class Upload:
@@ -82,7 +82,7 @@ class Uploads:
         Args:
             id: The id of the body.
             data: The piece.
-            last: Nothing follows it.
+            last: Whether this is the last piece.
 
         Returns:
             Whether the piece was taken; if not, the request has its answer already.

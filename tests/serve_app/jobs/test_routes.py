@@ -338,7 +338,7 @@ async def test_a_part_of_a_content_can_be_asked_for(site: Site, client: openai.A
 async def test_a_content_that_got_lost_is_told(site: Site, client: openai.AsyncOpenAI) -> None:
     file = await upload(client, row("a"))
     site.content.path(file.id).unlink()
-    with pytest.raises(openai.InternalServerError, match="got lost"):
+    with pytest.raises(openai.InternalServerError, match="is lost"):
         await client.files.content(file.id)
 
 
