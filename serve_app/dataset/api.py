@@ -25,7 +25,7 @@ FIRST_POLL_S, MOST_POLL_S = 0.25, 5.0
 """Seconds between two looks at a batch: at first, and at most."""
 
 RUN = "saturate_run"
-"""Key of the batch's metadata by which a run finds the batch that it created. Its file has it in the name."""
+"""Key of the batch's metadata by which a run finds its batch. The run finds its file by the name."""
 
 SKEW_S = 86_400
 """Seconds by which the clocks of this machine and of the service may differ."""
@@ -41,8 +41,8 @@ Sleep = Callable[[float], None]
 class APIRun:
     """One file through the batch API of a service.
 
-    The batch runs in the service, independent of this process. A note beside the output has the batch's id,
-    so that the same command continues it.
+    The batch runs in the service, independent of this process. A note beside the output has the id of the
+    batch, so that the same command continues the batch.
 
     Args:
         input: The file of requests.
@@ -179,7 +179,7 @@ class APIRun:
         return note
 
     def _look_at_input(self) -> tuple[str, str]:
-        """Return a hash of the input, and the route that its first row names."""
+        """Return a hash of the input, and the route of its first row."""
         digest = hashlib.sha256()
         endpoint: Any = None
         try:
@@ -233,11 +233,11 @@ class APIRun:
 
         Args:
             what: Name of the call, for messages.
-            path: The route, which lists what was made.
+            path: The route, which also lists the files or the batches.
             send: Makes the file or the batch.
             note: The note of the run.
             is_mine: Returns whether an item of the list belongs to this run.
-            again: Whether an earlier process may have made it.
+            again: Whether an earlier process may have made the file or the batch.
         """
         unsure = again
 
@@ -256,7 +256,7 @@ class APIRun:
         return str(self._call(what, once, "id")["id"])
 
     def _find(self, path: str, note: JSON, is_mine: Callable[[JSON], bool]) -> JSON | None:
-        """Return what this run made, if anything; the newest items are listed first."""
+        """Return the file or the batch of this run; None: there is none. Newest items are listed first."""
         after: JSON = {}
         while True:
             params = {"limit": 100, **after}
@@ -334,7 +334,7 @@ class APIRun:
             what: Name of the call, for messages.
             send: Makes the call once.
             fields: Fields that its answer must have.
-            patient: Whether to wait for a lost service without end: the batch is safe there.
+            patient: Whether to wait for a lost service without end, since the batch runs there.
         """
         most = None if patient else self._retries
         try:

@@ -124,7 +124,7 @@ class Session:
     """
 
     def __init__(self, options: SimpleNamespace) -> None:
-        # A run with --api needs no database.
+        # Imported only here: a run with --api needs no database.
         from serve_app.dataset.output import Output, check_output
 
         self._options = options
@@ -323,7 +323,7 @@ def _exit_code(failure: RunError) -> int:
 
 
 def _metrics(options: SimpleNamespace) -> Callable[[RunStats], None]:
-    """Return the function that reports progress to the metrics of the cluster, if this runs in one."""
+    """Return the function that reports progress to the metrics of the cluster, if the run is in a cluster."""
     if not options.app:
         return lambda stats: None
     # Over HTTP a run doesn't load Ray.

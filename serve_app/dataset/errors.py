@@ -13,7 +13,7 @@ class InputError(RunError):
 
 
 class CommandError(RunError):
-    """The command asks for something that the input doesn't have."""
+    """The command or its input is wrong: the same command fails again."""
 
 
 class OutputError(RunError):
@@ -29,7 +29,7 @@ class DiskError(OutputError):
     """
 
     ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS})
-    """Errors of a disk; others are mistakes in a file's name."""
+    """Errors of a disk; any other error is a mistake in the name of a file."""
 
     def __init__(self, path: Path, error: OSError) -> None:
         super().__init__(
@@ -48,7 +48,7 @@ def output_error(path: Path, error: OSError) -> OutputError:
 
 @contextmanager
 def written(path: Path) -> Iterator[None]:
-    """Return the context of a write; an error of the system is an OutputError of the file."""
+    """Return a context that raises the OSError of a write as the OutputError of a file."""
     try:
         yield
     except OSError as error:

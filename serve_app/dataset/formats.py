@@ -58,7 +58,7 @@ class InputRow:
     """One row of the input.
 
     Attributes:
-        number: Position in the whole input, from 0; or the number that the output knows the row by.
+        number: Position in the whole input, from 0; or the number that the output gave the row.
         values: The columns.
     """
 
@@ -79,7 +79,7 @@ def read_text(
     Args:
         stream: A buffered stream.
         name: Name of the file, for messages.
-        format: A value of `FORMATS`, but Parquet.
+        format: A value of `FORMATS` other than Parquet.
         separator: Separator of the columns of CSV; None: by the format.
         advance: Takes the bytes that were read.
 
@@ -155,7 +155,7 @@ def _read_array(stream: io.BufferedReader, name: str, advance: Advance, most: in
 
 
 def _object(text: bytes) -> JSON:
-    """Return the object in a text; raise a ValueError that says what is wrong."""
+    """Return the object in a text; raise a ValueError with the reason if there is none."""
     try:
         values = from_json(text)
     except ValueError as error:
@@ -215,7 +215,7 @@ def read_csv(
 
 
 def _lines(stream: IO[bytes], name: str, advance: Advance, most: int) -> Iterator[str]:
-    # Decoded in large blocks: only the line itself shows which one isn't UTF-8.
+    # Blocks are decoded with surrogates, so that the line that isn't UTF-8 can be named.
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
     number = 0
     while line := text.readline(most + 1):

@@ -23,8 +23,8 @@ DEFAULT_WINDOW = "24h"
 HELP = """\
 Send every row of a dataset through a service, and write one row for each: its result or its error.
 
-Nothing is lost and nothing is done twice: after Ctrl-C, a crash or a power cut, the same command continues
-after the rows that are done.
+No result is lost, and no row with a result is sent again: after Ctrl-C, a crash or a power cut, the same
+command continues with the other rows.
 """
 
 EPILOG = """\
@@ -106,7 +106,7 @@ SECONDS = Number(0, min_open=True)
 
 
 class _Whole(click.ParamType[int]):
-    """A whole number; the help doesn't show its range, whose end says nothing.
+    """A whole number; the help doesn't show the range, whose upper end is no real limit.
 
     Args:
         least: The least number.
@@ -194,7 +194,8 @@ GROUPS: dict[str, list[click.Parameter]] = {
         ),
         _option(
             "--app",
-            "Reach it over a deployment handle of this Serve application; for Ray jobs. Needs --model.",
+            "Reach the service over a deployment handle of this Serve application; for Ray jobs. Needs "
+            "--model.",
             metavar="NAME",
         ),
         _option("--model", "Model that answers; needed if the service has several.", metavar="ID"),
@@ -217,7 +218,7 @@ GROUPS: dict[str, list[click.Parameter]] = {
         ),
         _option(
             "--window",
-            "Time in which the batch is run, 1h to 7d; rows that are not begun by then are errors.",
+            "Time in which the batch is run, 1h to 7d; rows without an answer by then are errors.",
             default=DEFAULT_WINDOW,
             metavar="TIME",
         ),
@@ -315,7 +316,7 @@ def chosen(values: Mapping[str, Any]) -> SimpleNamespace:
     """Return the options of one command line as attributes.
 
     Raises:
-        click.UsageError: They contradict each other, or one can't be used.
+        click.UsageError: The options contradict each other, or an option can't be used.
     """
     options = SimpleNamespace(**values)
     _check_texts(options)

@@ -1,8 +1,8 @@
 """The output of a run: its rows in a database beside it, and the output as an export of the database.
 
-OUTPUT.run.db has the results of all rows, by their file of the input and their number there. During a run, a
-copy of each recorded line is added to OUTPUT, or for Parquet to OUTPUT.journal.jsonl, in the order in which
-rows end. At the end, OUTPUT is written once, in the order of the input.
+OUTPUT.run.db has the results of all rows, by the input file and the number of the row in the file. During a
+run, a copy of each recorded line is added to OUTPUT, or for Parquet to OUTPUT.journal.jsonl, in the order in
+which rows end. At the end, OUTPUT is written once, in the order of the input.
 """
 
 import json
@@ -119,7 +119,7 @@ class Output:
     def numbered(self, files: Iterable[tuple[str, Values]]) -> Iterator[InputRow]:
         """Number the rows of the input's files, by the file and the place in it.
 
-        A file that was mended has its rows under the same numbers, and so have the files after it.
+        So a file that was mended keeps the numbers of its rows and of the files after it.
         """
         start = 0
         for file, (_, values) in enumerate(files):
@@ -129,7 +129,7 @@ class Output:
                 yield InputRow(file << ROW_BITS | line, row)
 
     def done(self, first: int, last: int) -> set[int]:
-        """Return which of the rows from `first` to `last` are in the output; both are of one file."""
+        """Return which of the rows from `first` to `last`, all of one file, are in the output."""
         file = first >> ROW_BITS << ROW_BITS
         with self._translated():
             lines = RESULTS.lines(self._db, self._files[file >> ROW_BITS], first - file, last - file)
@@ -211,7 +211,7 @@ class Output:
         return open_database(self._state, "rows", METADATA, VERSION, alone=True, reach=self._reach)
 
     def _begin(self, run: JSON, existing: Existing) -> None:
-        """Find out which rows are done, and whether this run may add rows."""
+        """Read the totals of earlier runs, and check that this run may add rows."""
         noted = {row["name"]: from_json(row["value"]) for row in self._db.rows(sa.select(RUN))}
         self._totals = noted.get("totals", NOTHING)
         differences = _differences(noted, run) if noted else []
@@ -239,7 +239,7 @@ class Output:
         self._open_copy()
 
     def _open_copy(self) -> None:
-        """Open the copy to add lines. A copy that lacks lines, after a crash for example, is written anew."""
+        """Open the copy to add lines. A copy of another size, after a crash for example, is written anew."""
         size = self._copy.stat().st_size if self._copy.exists() else 0
         if size != self._totals["bytes"]:
             self._export(self._copy, False, (_with_id(text) for _, _, text in self._rows()))
@@ -266,7 +266,7 @@ class Output:
             self._reach("replace")
 
     def _rows(self) -> Iterator[tuple[int, int, bytes]]:
-        """Yield the number of each row's file, its number there, and its line, in the order of the input.
+        """Yield the number of a file, the number of a row in it, and the line, in the order of the input.
 
         Files that are no longer in the input come last.
         """
@@ -276,7 +276,7 @@ class Output:
                 yield file, line, text
 
     def _in_order(self) -> Iterator[bytes]:
-        """Yield the lines in the order of the input, with the numbers that their rows have there."""
+        """Yield the lines in the order of the input, each with the number of its row in the whole input."""
         starts = dict(self._starts)
         last = -1
         for file, line, text in self._rows():

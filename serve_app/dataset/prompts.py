@@ -114,7 +114,7 @@ class Prompter:
 
 
 def plain(value: Any) -> Any:
-    """Return a value with lists and numbers of Python in place of NumPy's, which JSON doesn't have."""
+    """Return a value with lists and numbers of Python in place of NumPy's: JSON has no values of NumPy."""
     if isinstance(value, dict):
         return {name: plain(part) for name, part in value.items()}
     if hasattr(value, "tolist"):
@@ -145,7 +145,7 @@ def _shown(value: object) -> object:
 
 
 def _is_json(value: object) -> bool:
-    """Return whether a value is valid JSON; Parquet has other values, and Python reads NaN."""
+    """Return whether JSON has a value: Parquet has further values, and Python reads NaN."""
     match value:
         case dict():
             return all(isinstance(key, str) for key in value) and all(map(_is_json, value.values()))

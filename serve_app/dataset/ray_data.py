@@ -88,8 +88,8 @@ class Generate:
     async def _results(self, rows: list[JSON]) -> list[Result]:
         """Return the result of each row.
 
-        The rows are one call. If the call fails, its rows are sent alone; one after the other if the engines
-        failed, since each row may be the cause.
+        The rows are one call. If the call fails, each row is a call of its own. If the engines failed, these
+        calls run one after the other, since each row may be the cause.
 
         Raises:
             RunError: The service is gone or refuses the rows, or no row has a prompt.
@@ -139,7 +139,7 @@ class _Call(DatasetRun):
 
     Attributes:
         answer: The answer to the call.
-        times: Times that it was sent.
+        times: Number of times that the call was sent.
     """
 
     answer: RowAnswer
@@ -156,7 +156,7 @@ class _Call(DatasetRun):
 
 
 class _Together:
-    """A client of calls with many rows: any failure but a full or absent service is the answer."""
+    """A client of calls with many rows: a failure is final, unless the service is full or absent."""
 
     def __init__(self, client: HandleClient) -> None:
         self._client = client

@@ -53,7 +53,7 @@ VERSIONS = (
     "updated",
     "created",
 )
-"""Keys of fsspec's file details that change when a file is written; file systems have different ones."""
+"""Keys of fsspec's file details whose values change with a file; each file system has other keys."""
 
 FileSystems = Callable[[str], tuple[Any, str]]
 """Returns fsspec's file system of an input, and the path in it."""
@@ -74,11 +74,12 @@ class Source(Protocol):
     def files(self) -> Iterator[tuple[str, Values]]:
         """Yield the name of each file, and its rows, always in the same order.
 
-        The rows raise a CorruptError if a row can't be read, and an InputError if the storage fails.
+        Reading the rows raises a CorruptError for a row that can't be read, and an InputError if the storage
+        fails.
         """
 
     def fingerprint(self) -> JSON:
-        """Return values that differ for other inputs, and after a change of this input.
+        """Return values that identify the input, and that differ after a change of the input.
 
         `content` has the name and the size of each file.
         """
@@ -133,7 +134,7 @@ def open_source(
 
 
 class _File(NamedTuple):
-    """A file of the input: its path, its name in messages, its size, and a value that changes with it."""
+    """A file of the input: path, name in messages, size, and a value that changes with the content."""
 
     path: str
     name: str
@@ -223,7 +224,7 @@ class Files:
         return files
 
     def _resolved(self, found: dict[str, Any], *, deep: bool) -> Iterator[tuple[str, Any]]:
-        """Yield the files of a listing, also behind links and, if `deep`, behind links to folders."""
+        """Yield the files of a listing and behind its links; if `deep`, also the files in linked folders."""
         for name, details in found.items():
             linked = details["type"] == "other"
             if linked:
@@ -280,7 +281,7 @@ class Pipe:
 
     Args:
         stream: The stream.
-        format: A value of `FORMATS`, but Parquet.
+        format: A value of `FORMATS` other than Parquet.
         separator: Separator of the columns of CSV.
         name: Path of a named pipe.
     """
@@ -485,7 +486,7 @@ class _Guarded(io.RawIOBase):
     def read(self, size: int = -1) -> bytes:
         """Read bytes; none at the end."""
         try:
-            # A decompressor would wait for all bytes, while a pipe has only a few.
+            # `read` of a decompressor would wait for all bytes, while a pipe has only a few.
             decompressed = self._error is CorruptError and size > 0
             found = self._file.read1(size) if decompressed else self._file.read(size)
         except InputError:

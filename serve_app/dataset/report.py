@@ -60,7 +60,7 @@ def table(body: JSON) -> str:
     if latency["p50_s"] is not None:
         times = (f"{name[:-2]} {_time(seconds)}" for name, seconds in latency.items())
         lines.append(
-            ("calls", f"{run['calls']:,} answered, {run['retries']:,} rows sent again; {', '.join(times)}")
+            ("calls", f"{run['calls']:,} answered, {run['retries']:,} further tries; {', '.join(times)}")
         )
     if run["utilization"] is not None:
         lines.append(("batcher", f"{run['utilization']:.1%} of the time busy"))

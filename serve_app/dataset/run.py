@@ -39,7 +39,7 @@ WINDOW = 50_000, 128 << 20
 """Most rows that are read ahead and put in order together, and most bytes of their prompts."""
 
 FIRST_S, SILENT_S = 10.0, 0.3
-"""Seconds in which the first window fills; only few for a pipe, which may stay silent."""
+"""Seconds in which the first window fills: for files, and for a pipe, which may stay silent."""
 
 LOW_ROWS = 64
 """Number of ready rows below which more are made ready."""
@@ -48,7 +48,7 @@ SLICE_ROWS = 256
 """Rows that are made ready at once."""
 
 CHECKED_ROWS = 50
-"""First rows; at least one of these must have the columns that the prompt needs."""
+"""Number of the first rows of which at least one must have the columns that the prompt needs."""
 
 ASKED_ROWS = 1_000
 """Rows in one query of the output for rows that are done."""
@@ -99,7 +99,7 @@ class Item:
 
 
 def check_columns(items: Iterable[Item]) -> None:
-    """Raise a CommandError if all rows lack a column: then its name is wrong, not the rows."""
+    """Raise a CommandError if all rows lack a column: the command names a wrong column."""
     missing = None
     for item in items:
         if isinstance(item.prompt, MissingColumnError):
@@ -142,13 +142,13 @@ class ReadAhead:
         self._error: Exception | None = None
         self._closed = False
         self._room = threading.Condition()
-        # A daemon: it may wait for a pipe that stays silent when the run is over.
+        # A daemon thread, since it may still wait for a silent pipe when the run is over.
         self._thread = threading.Thread(target=self._run, name="read", daemon=True)
         self._thread.start()
 
     @property
     def silent(self) -> bool:
-        """True while the thread reads, and may wait for its input."""
+        """True while the thread reads; the thread may wait for its input then."""
         return self._thread.is_alive() and not self.full
 
     @property
@@ -165,7 +165,7 @@ class ReadAhead:
         """Return the rows that were read, and make room for others.
 
         Args:
-            first: Whether no row was sent: then none is, if the input can't be read.
+            first: Whether this is the first call: an error of the input comes before any row is sent.
 
         Raises:
             RunError: The input can't be read further; all earlier rows were taken, unless `first`.
@@ -344,7 +344,7 @@ class Drive:
         tier: Service tier of the calls; "flex" goes behind live traffic.
         write: Records results.
         done: Returns which rows are done.
-        before: Number of rows that were done before.
+        before: Number of rows that earlier runs have done.
         concurrency: Calls at once; "auto" adapts to the service.
         retries: Further tries of a row.
         id_column: Column of a row's id.
@@ -487,7 +487,7 @@ class Drive:
         if not self._turns:
             if self._check and len(reading):
                 await self._fill(reading)
-            # Asked before: the thread may add its last rows in between.
+            # `ended` is read before `take`: the thread may add its last rows in between.
             ended = reading.ended
             if not (window := reading.take(first=self._turns is None)):
                 return not ended

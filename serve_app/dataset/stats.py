@@ -100,7 +100,7 @@ class RunStats:
         latencies: Latencies of answered calls.
         calls: Number of answered calls.
         in_flight: Number of calls in flight.
-        retries: Number of rows that were sent again.
+        retries: Tries beyond the first try of each row.
         trouble: Message of the last failed call; empty once a row was answered.
     """
 

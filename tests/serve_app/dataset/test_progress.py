@@ -83,7 +83,7 @@ def test_the_table_has_a_line_per_figure() -> None:
     assert found["rows"].strip() == "3: 2 with a result, 1 failed"
     assert found["this run"].strip() == "2 rows; 1 were done before"
     assert found["tokens"].strip() == "5 in, 2 out"
-    assert found["calls"].strip() == "1 answered, 3 rows sent again; p50 250 ms, p90 250 ms, p99 250 ms"
+    assert found["calls"].strip() == "1 answered, 3 further tries; p50 250 ms, p90 250 ms, p99 250 ms"
     assert "  template_error" in lines
     assert "batcher" not in found
 
