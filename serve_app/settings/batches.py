@@ -63,8 +63,8 @@ class BatchesSettings(Strict):
     retention_s: Annotated[int, Field(strict=True, ge=3600)] = Field(
         default=30 * DAY_S,
         description=(
-            "Seconds after which a file is deleted, unless its upload states a time; for a batch they count "
-            "from the end of its window."
+            "Seconds after which a file is deleted, unless its upload states a time. A batch is deleted as "
+            "many seconds after the end of its window."
         ),
     )
     max_result_bytes: Positive = Field(

@@ -42,7 +42,7 @@ def read_file(path: Path) -> JSON:
     return found
 
 
-# A part of a wrong type counts as left out: the check against the schema reports it.
+# A part of a wrong type counts as left out here; the check against the schema reports the type.
 
 
 def own_applications(config: JSON) -> dict[int, JSON]:

@@ -1,9 +1,9 @@
 """Environment of Ray's processes: each variable, its value and the reason for it.
 
-The process that starts Ray sets one variable, `HOOK`, and all processes of Ray inherit it. It names a setup
-function, which Ray calls in each of its processes before Ray Serve is imported. The function sets the
-variables that Ray Serve reads at its import. A variable that the environment of the machine or a config sets
-keeps its value.
+The process that starts Ray sets one variable, `HOOK`, and all processes of Ray inherit the variable. `HOOK`
+names a setup function, which Ray calls in each of its processes before Ray Serve is imported. The function
+sets the variables that Ray Serve reads at its import. A variable that the environment of the machine or a
+config sets keeps its value.
 """
 
 import os
@@ -30,7 +30,7 @@ class Variable:
 HOOK = Variable(
     "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR",
     "serve_app.ingress.haproxy.prepare",
-    "The function that sets the other variables. Ray's public field for it applies to whole jobs only.",
+    "The function that sets the other variables. Ray's public setting for it applies to whole jobs only.",
 )
 
 HAPROXY = Variable(
@@ -44,7 +44,7 @@ TRANSPORT = (
     Variable("RAY_SERVE_THROUGHPUT_OPTIMIZED", "1"),
     Variable("RAY_SERVE_USE_GRPC_BY_DEFAULT", "1"),
 )
-"""The way of a request."""
+"""The path of a request: proxy and transport of calls."""
 
 CONNECTIONS = Variable(
     "RAY_SERVE_HAPROXY_MAXCONN",
@@ -78,7 +78,7 @@ PROXY = (
     ),
     CONNECTIONS,
 )
-"""HAProxy."""
+"""Timeouts, retries and limits of HAProxy."""
 
 START_LIMITS = (
     Variable(
@@ -112,7 +112,7 @@ RAY = {
     # Workers that start before they are asked for lack the environment of Serve's actors.
     "RAY_prestart_worker_first_driver": "0",
 }
-"""For a Ray that `saturate serve` starts.
+"""Variables of a Ray that `saturate serve` starts.
 
 The timeouts of Ray's processes are longer than Ray's own: Ray gives the raylet 30 s, and a connection to its
 GCS 5 s, which a busy machine with two cores exceeds.
@@ -133,13 +133,13 @@ ANSWERS = (
         "start.",
     ),
 )
-"""The times of an answer."""
+"""Timeouts of an answer."""
 
 CLIENT_HEADERS = Variable(
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH",
     "serve_app.ingress.header_filter:middlewares",
     "Removes headers of a client that Ray Serve would trust, keeps uvicorn from trusting X-Forwarded-For, "
-    "and turns Ray Serve's own pages into errors in JSON.",
+    "and sends no chunks to clients of HTTP/1.0.",
 )
 MESSAGES = Variable(
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH",
@@ -174,7 +174,7 @@ def prepare_ray(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def set_variables(environment: MutableMapping[str, str]) -> None:
-    """Set the variables that an environment doesn't have.
+    """Set `VARIABLES` in an environment, except for the variables that it has.
 
     Raises:
         RuntimeError: Ray Serve is loaded already, and would ignore them.

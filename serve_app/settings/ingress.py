@@ -30,8 +30,8 @@ class IngressSettings(Strict):
         default=None,
         description=(
             "Maximum bytes of all request bodies that one Ingress replica holds, from arrival to the end "
-            "of their answers; a further request gets a 503. Streams that could go on in another Engine are "
-            "kept in half of it. By default eight times `max_body_bytes`."
+            "of their answers; a further request gets a 503. The first half of these bytes also keeps "
+            "streams that could go on in another Engine. By default eight times `max_body_bytes`."
         ),
     )
     body_timeout_s: Seconds = Field(

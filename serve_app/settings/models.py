@@ -59,15 +59,15 @@ def _context(tokens: int) -> int:
 
 
 Context = Annotated[int, Field(strict=True), AfterValidator(_context)]
-"""A context in tokens, or -1: the longest that fits."""
+"""A context in tokens, or -1: the longest context that fits."""
 
 
 class EngineSettings(BaseModel):
     """Options of `vllm serve`, by their names with underscores.
 
-    Those below are read by the service too. Each other option may stand beside them: vLLM's parser checks its
-    name and its value before the model loads, and `saturate doctor CONFIG` before a start. An option left out
-    keeps vLLM's default.
+    The service reads the options below, too. Other options of vLLM may stand beside them: vLLM's parser
+    checks their names and values before the model loads, and `saturate doctor CONFIG` checks them before a
+    start. An option left out keeps vLLM's default.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -170,17 +170,17 @@ class EngineSettings(BaseModel):
     )
 
     def options(self) -> dict[str, Any]:
-        """Return the options that are set, by their vLLM names."""
+        """Return the options that are set, by vLLM's names."""
         return {name: value for name, value in self if value is not None}
 
     @property
     def free(self) -> dict[str, Any]:
-        """The set options that only vLLM checks."""
+        """The options that are set and that only vLLM checks."""
         return {name: value for name, value in (self.model_extra or {}).items() if value is not None}
 
     @property
     def context(self) -> int | None:
-        """`max_model_len`; None: known once the engine has started."""
+        """`max_model_len`; None: not known before the engine has started."""
         return None if self.max_model_len == -1 else self.max_model_len
 
     @property
@@ -389,7 +389,7 @@ class LLMSettings(Strict):
 
     @property
     def root(self) -> str:
-        """The model's source, as clients see it."""
+        """The model's source, which clients see."""
         return self.source
 
     @property
@@ -423,7 +423,7 @@ class LLMSettings(Strict):
 
     @property
     def context(self) -> int | None:
-        """Tokens of the context; None: known once the engine has started."""
+        """Tokens of the context; None: not known before the engine has started."""
         return self.engine.context
 
     @property
@@ -592,7 +592,7 @@ class FunctionSettings(Strict):
         default=FunctionBatcherSettings(), description="Batching of records."
     )
 
-    # The same properties as a language model's, so that few callers check the kind.
+    # A function has the properties of a language model too, so that few callers check the kind.
     adapters: ClassVar[tuple[AdapterSettings, ...]] = ()
     has_adapters: ClassVar[bool] = False
     has_context: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""Schema of a Serve config's `args`. It is checked before anything starts."""
+"""Schema of a Serve config's `args`. The `args` are checked before anything starts."""
 
 from typing import Annotated, Any
 
@@ -38,7 +38,7 @@ class Settings(Strict):
     batches: BatchesSettings | None = Field(
         default=None, description="Files and batches of OpenAI's API; left out: they aren't served."
     )
-    usage: UsageSettings = Field(default=NO_USAGE, description="Accounting of what keys and tenants use.")
+    usage: UsageSettings = Field(default=NO_USAGE, description="Accounting of the usage of keys and tenants.")
     share_groups: dict[Group, ShareSettings] = Field(
         default_factory=dict,
         description=(
@@ -48,7 +48,7 @@ class Settings(Strict):
 
     @property
     def salts(self) -> bool:
-        """Whether each tenant has a part of the prefix caches of its own: API keys tell the tenants apart."""
+        """Whether each tenant has its own part of the prefix caches. API keys tell the tenants apart."""
         return self.access is not None and not self.access.share_prefix_cache
 
     def sharing(self) -> dict[str, list[LLMSettings]]:

@@ -1,7 +1,7 @@
 """Options of `vllm serve` that this service does itself, each with the setting that takes its place.
 
 All other options go to `engine`: the engine, or vLLM's application behind the Ingress, reads them. A test
-says of each option of vLLM's HTTP server where it belongs.
+lists the place of each option of vLLM's HTTP server.
 """
 
 from collections.abc import Mapping

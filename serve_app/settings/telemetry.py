@@ -42,7 +42,7 @@ class TelemetrySettings(Strict):
     metrics: Flag = Field(
         default=True, description="Export the service's metrics on Ray's Prometheus endpoint."
     )
-    engine_metrics: Flag = Field(default=True, description="Export vLLM's metrics there too.")
+    engine_metrics: Flag = Field(default=True, description="Export vLLM's metrics on this endpoint too.")
     tenants: Annotated[int, Field(strict=True, ge=0, le=1_000)] = Field(
         default=20, description="Maximum tenants with their own series; further tenants share one series."
     )

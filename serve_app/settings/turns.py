@@ -50,7 +50,7 @@ def check_memory(model: LLMSettings, group: Sequence[LLMSettings]) -> None:
     """Refuse a model that doesn't fit into its device while the other models of its group sleep.
 
     Raises:
-        ValueError: It doesn't fit; the message has the sum.
+        ValueError: The model doesn't fit; the message has the sum.
     """
     device, unit = 1.0, ""
     awake = model.engine.gpu_memory_utilization or UTILIZATION

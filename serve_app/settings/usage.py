@@ -25,7 +25,8 @@ class LedgerSettings(Strict):
     format: Literal["parquet", "jsonl"] = Field(
         default="parquet",
         description=(
-            'Format of the files of past days, and of all files at a URL; "parquet" needs the extra `usage`.'
+            "Format of closed files, and so of all files at a URL. A file is closed at the end of its day, "
+            'at 64 MiB, or at the end of its process. "parquet" needs the extra `usage`.'
         ),
     )
     spool: Folder = Field(
@@ -133,7 +134,7 @@ class QuotasSettings(Strict):
 
 
 class UsageSettings(Strict):
-    """Accounting of what keys and tenants use."""
+    """Accounting of the usage of keys and tenants."""
 
     quotas: QuotasSettings | None = Field(
         default=None, description="Quotas of keys and tenants; left out: no quotas."

@@ -1,4 +1,4 @@
-"""A file of settings that is read again once it has changed."""
+"""A file of settings whose changes are noticed, so that the file is read again."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ from serve_app.settings.schema import SettingsError
 
 
 class WatchedFile:
-    """A file of settings whose changes are noticed.
+    """A file of settings, with a check for changes.
 
     Args:
         path: Its path.
@@ -23,7 +23,7 @@ class WatchedFile:
         self._seen = self._signature()
 
     def look(self) -> bool:
-        """Return whether the file has changed since the last look, or wasn't usable then."""
+        """Return whether the file has changed since the last look or the last failed reading."""
         before, self._seen = self._seen, self._signature()
         return self._seen != before
 
@@ -40,7 +40,7 @@ class WatchedFile:
         try:
             return self._path.read_text(encoding="utf-8")
         except OSError as error:
-            # The next look sees a readable file as changed, and so reads it again.
+            # Once the file is readable, the next look sees a change.
             self._seen = error.errno
             raise SettingsError(f"{self.source}: {error.strerror or error}") from None
         except ValueError:
