@@ -5,12 +5,12 @@ engine, and the rule by which an Ingress chooses the replica of a request. Simul
 
 - the device: a step takes the time that its profile says;
 - the way of a request to its replica: `request_ms`, of which `serial_ms` one request after the other;
-- prompts: a share of each is one text, which the prefix cache finds, and the rest is like no other;
+- prompts: all have a part of one text, which the prefix cache finds; the rest of each is like no other;
 - the clients: requests at random times, or one after the other;
 - a batch: each replica always has rows that wait.
 
-Left out are HTTP, the tokenizer, and the CPU time of all processes. The clocks of replicas are apart by a
-step at most, so the choice of a replica may see an end a step late.
+HTTP, the tokenizer and the CPU time of all processes are left out. The clocks of replicas differ by a step at
+most, so the choice of a replica may see the end of a request a step late.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ class ReplicaSettings:
     Attributes:
         max_num_batched_tokens: `engine.max_num_batched_tokens`.
         max_num_seqs: `engine.max_num_seqs`.
-        overcommit: Whether `batcher.policy` is `max_utilization`: rows reserve what answers have been.
+        overcommit: Whether `batcher.policy` is `max_utilization`: rows reserve the usual length of answers.
         live_first: Whether `engine.scheduling_policy` is `priority`, the default; else it is `fcfs`.
     """
 
@@ -72,7 +72,7 @@ class ReplicaSettings:
 
     @classmethod
     def of(cls, profile: Profile, *, live_first: bool = True) -> "ReplicaSettings":
-        """Return the settings of a config without any of them."""
+        """Return the settings of a replica whose config states none of them."""
         return cls(profile.max_num_batched_tokens, profile.max_num_seqs, live_first=live_first)
 
     def config(self, profile: Profile, workload: Workload) -> LLMSettings:
@@ -82,7 +82,7 @@ class ReplicaSettings:
         engine = {
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "max_num_seqs": self.max_num_seqs,
-            # Without a text that prompts share, nothing would be found, and each token takes longer to plan.
+            # Without a text that prompts share, the cache finds nothing, and takes CPU time for each token.
             "enable_prefix_caching": bool(workload.prefix_share or workload.batch),
             **({} if self.live_first else {"scheduling_policy": "fcfs"}),
         }
@@ -113,7 +113,7 @@ class Request:
         ended_at: When the client has the last token; 0 before.
         made: Tokens of the answer so far.
         slot: Its place in the batcher.
-        charge: What it counts for the choice of replicas.
+        charge: Its load for the choice of replicas; None: it is on no replica.
     """
 
     number: int
@@ -151,7 +151,7 @@ class Run:
 
     Attributes:
         requests: The requests that count and are complete, in the order in which they were sent.
-        seconds: Virtual time from the start to the end of the last of them.
+        seconds: Virtual time from the start to the end of the last of these requests.
         busy: Share of the time in which engines had work, mean of the replicas.
         held: Share of the KV cache that was reserved, mean of the replicas and of the time.
         most_running: The most requests in an engine.
@@ -201,13 +201,13 @@ class _Replica:
         return self.engine.time.now
 
     def due(self) -> float:
-        """Return when it goes on; infinite: it has nothing to do."""
+        """Return the time of its next step; infinite: it has nothing to do."""
         if self._running or self._inputs:
             return self.now
         return max(self.now, self.coming[0][0]) if self.coming else math.inf
 
     def hold(self) -> None:
-        """Wait as the scheduler does before it decides on a step, so that a request may come meanwhile."""
+        """Wait as the scheduler does before a step, so that a request may come meanwhile."""
         _ = self.engine.busy
 
     def fill(self) -> None:
@@ -217,16 +217,16 @@ class _Replica:
             self._enter(next(self._rows), FLEX)
 
     def take(self) -> None:
-        """Take requests that have come into the batcher, and give what has started to the engine."""
+        """Enter requests that have come into the batcher, and give started requests to the engine."""
         now, works = self.now, bool(self._running)
         while self.coming and self.coming[0][0] <= now:
             self._enter(self.coming.popleft()[1], 0)
-        # The engine has decided on its next step when the batcher hears of an end, and starts another one.
+        # When the batcher hears of an end and starts a request, the engine has decided on its next step.
         while self._inputs and (self._inputs[0][0] < now or not works):
             self._submit(self._inputs.popleft()[1])
 
     def step(self) -> list[Request]:
-        """Go on by a step; return the requests that have ended, those of rows not among them."""
+        """Make a step; return the requests that have ended, without rows."""
         engine = self.engine
         self.most_running = max(self.most_running, len(self._running))
         self._steps += 1
@@ -287,7 +287,7 @@ class _Replica:
             self._rows_waiting -= 1
 
     def _begin_later(self, request: Request, slot: Slot) -> None:
-        """Note the start of a request that has waited, unless it is the end of the run."""
+        """Note the start of a request that has waited; at the end of the run the request doesn't start."""
         if slot.running:
             self.started += 1
             self._begin(request, slot, self.now)
@@ -316,7 +316,7 @@ class _Replica:
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """An event loop on the time of the fleet; nothing waits in it."""
+    """An event loop on the time of the fleet; no task sleeps in it."""
 
     now = 0.0
 
@@ -370,7 +370,7 @@ class Fleet:
         self._by_name = {f"{number:06}": each for number, each in enumerate(self._replicas)}
         self._choice = ReplicaChoice(prefixes=routing == "prefix", draw=random.Random(seed))
         self._choice.update({name: ReplicaState(capacity=profile.kv_tokens) for name in self._by_name})
-        # Requests on their way to a replica, the times at which they reach it, and those that come later.
+        # Requests on their way to a replica, with the times of their arrival; then the requests sent later.
         self._coming: deque[tuple[float, Request]] = deque()
         self._source: Iterator[Request] = iter(())
 
@@ -380,12 +380,12 @@ class Fleet:
         counts: range,
         follow: Callable[[Request, float], Iterable[Request]] | None = None,
     ) -> Run:
-        """Run requests until all that count are complete.
+        """Run requests until all requests that count are complete.
 
         Args:
             requests: The requests, in the order in which they are sent.
             counts: The numbers of the requests that count.
-            follow: Returns the requests that are sent because a request has ended, at that time.
+            follow: Returns the requests that are sent at the end of a request, by this request and the time.
         """
         try:
             with _quiet(), asyncio.Runner(loop_factory=_Loop) as runner:
@@ -497,9 +497,9 @@ def open_loop(
         fleet: The replicas.
         workload: The requests.
         seed: Seed of the random numbers; the same numbers are drawn for every fleet and every rate.
-        rate: Requests per second, in place of those of the workload.
-        warm_up: Requests before those that count.
-        counted: Requests that count. Others follow until they are complete.
+        rate: Requests per second, in place of the rate of the workload.
+        warm_up: Requests before the requests that count.
+        counted: Requests that count. Further requests follow until these are complete.
     """
 
     def requests() -> Iterator[Request]:
@@ -521,7 +521,7 @@ def closed_loop(
         workload: The requests; their rate doesn't matter.
         seed: Seed of the random numbers.
         streams: Clients.
-        requests: Requests of all clients, with those of the warm-up.
+        requests: Requests of all clients, including the warm-up.
         warm_up: Number of the first requests, which don't count.
     """
     draws = enumerate(islice(workload.draws(seed), requests))
@@ -555,7 +555,7 @@ def _request(workload: Workload, number: int, at: float, draw: Any) -> Request:
 
 
 def load() -> None:
-    """Import vLLM, which takes ten seconds; the processes of `in_processes` have it from this process."""
+    """Import vLLM, which takes ten seconds; the processes of `in_processes` inherit the modules."""
     with _quiet():
         import serve_app.engine.vllm.virtual  # noqa: F401
 
@@ -567,7 +567,7 @@ def in_processes(jobs: Sequence[Callable[[], Run]], ended: Callable[[], None] = 
 
     Args:
         jobs: The functions.
-        ended: Called whenever one of them has ended.
+        ended: Called whenever a function has ended.
     """
     load()
     context, parent, cores = multiprocessing.get_context("fork"), os.getpid(), int(available_cores())

@@ -18,7 +18,7 @@ EXAMPLE = "ttft_p99<0.5,tpot_p99<0.05"
 
 
 class GoalError(ValueError):
-    """A goal can't be read; the message names the part and what is allowed."""
+    """A goal can't be read; the message names the part and the allowed values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Goal:
 
     Attributes:
         metric: "ttft", "tpot" or "latency"; see `METRICS`.
-        percentile: 1 to 99: so many of 100 requests keep the bound.
+        percentile: 1 to 99: the number of requests out of 100 that keep the bound.
         bound: Seconds below which the percentile has to be.
     """
 
@@ -83,7 +83,7 @@ def parse_goals(text: str) -> tuple[Goal, ...]:
     """Return the goals of a text, with commas between them.
 
     Raises:
-        GoalError: One of them is no goal, two bound the same, or there is none.
+        GoalError: A part is no goal, two goals bound the same percentile, or there is no goal.
     """
     goals = tuple(Goal.parse(part) for part in text.split(",") if part.strip())
     if not goals:

@@ -24,13 +24,13 @@ FAILED_SHARE = 0.01
 """Largest share of failed requests of a load that holds."""
 
 SURE_MISSES = 3.0
-"""Least number of requests of a load that may miss a goal, for the percentile to mean something."""
+"""Requests that may miss a goal: with fewer, the load is too small for the percentile."""
 
 LEAST_REQUESTS, MOST_REQUESTS = 10, 20_000
 """Least and most requests of a load that count."""
 
 LIMIT_S, LIMIT_FACTOR = 300.0, 20.0
-"""Longest time of a load: these seconds, and its planned length by this factor."""
+"""Longest time of a load: `LIMIT_S`, plus its planned length times `LIMIT_FACTOR`."""
 
 LINE_BYTES = 1 << 26
 """Longest result of the child process: 3 kB for each request."""
@@ -66,7 +66,7 @@ class LoadPoint:
         tokens_per_s: Tokens of answers per second.
         in_flight: Mean number of requests in flight.
         seconds: Percentiles of the times of answered requests, by the name of a goal such as "ttft_p99".
-        error: Why the first failed request failed; empty: none failed.
+        error: Error of the first request that failed; empty: no request failed.
     """
 
     value: float
@@ -90,7 +90,7 @@ class LoadPoint:
 
 
 def shown(goals: Sequence[Goal]) -> list[Goal]:
-    """Return the figures of a table, as goals: the median and the 99th percentile, and those of the goals."""
+    """Return the figures of a table, as goals: median, 99th percentile, and the figures of the goals."""
     points = dict.fromkeys((metric, point) for metric in ("ttft", "tpot") for point in (50, 99))
     points |= dict.fromkeys(goal.key for goal in goals)
     return [Goal(metric, point, math.inf) for metric, point in points]  # type: ignore[arg-type]
@@ -106,7 +106,7 @@ def point_of(value: float, result: JSON, goals: Sequence[Goal], skip: int = 0) -
         value: The load.
         result: The result, in the form of `vllm bench serve --save-detailed`.
         goals: The goals.
-        skip: Requests at the begin, and at the end, that don't count: the load isn't full there.
+        skip: Requests at the start and at the end that don't count: the load isn't full there.
     """
     names = ("errors", "ttfts", "latencies", "output_lens", "start_times")
     sent = sorted(zip(*(result[name] for name in names), strict=True), key=lambda row: row[-1])
@@ -138,7 +138,7 @@ def _percentile(values: Sequence[float], percentile: int) -> float:
 
 
 def read_reports(paths: Sequence[Path], over: Axis, goals: Sequence[Goal]) -> tuple[str, list[LoadPoint]]:
-    """Return the model and the points, by load, of reports of GuideLLM or of `vllm bench serve`.
+    """Return the model and the points, by load, from reports of GuideLLM or of `vllm bench serve`.
 
     Raises:
         ReportError: A file can't be read, is no such report, or lacks the figure of a goal.
@@ -230,7 +230,7 @@ class Bench:
         url: Base URL of the service.
         model: The model.
         key: The API key; None: no key.
-        over: What is raised.
+        over: The load that is raised.
         input: Tokens of a prompt.
         output: Tokens of an answer.
         goals: The goals.
@@ -291,7 +291,7 @@ class Bench:
         await self._process.wait()
 
     async def alone(self) -> LoadPoint:
-        """Return the point of a lone client; its load is its requests per second if the rate is raised."""
+        """Return the point of a lone client. If the rate is raised, the load is the rate of this client."""
         point = await self._measure(1.0, closed=True)
         return point if self._over == "concurrency" else replace(point, value=point.rate)
 
@@ -309,7 +309,7 @@ class Bench:
         # Requests per second: as many for each client as under the last load.
         expected = (value * last.rate / last.value if last else 0.0) if closed else value
         counted = min(max(LEAST_REQUESTS, math.ceil(expected * self._seconds)), MOST_REQUESTS)
-        # The first requests find a service that is filling up, and the last ones run while it empties.
+        # The service fills up during the first requests, and empties during the last requests.
         skip = int(value) if closed else min(math.ceil(value * life), counted)
         seed = next(self._seeds)
         numbers = random.Random(seed)

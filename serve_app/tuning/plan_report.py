@@ -1,4 +1,4 @@
-"""A plan in words and for programs, with the lines to put into a config."""
+"""A plan in words and for programs, with the lines for a config."""
 
 import math
 from collections.abc import Iterable
@@ -31,7 +31,7 @@ class PlanReport:
     price: float | None = None
 
     def text(self, plan: Plan) -> str:
-        """Return the answer, the table around it, and what to put into a config."""
+        """Return the answer, the table around the answer, and the lines for a config."""
         answer = plan.answer
         table = text_table(
             self._heads(), [self._row(row, row is answer) for row in plan.rows], left=self._left(), rule=True
@@ -40,7 +40,7 @@ class PlanReport:
         return "\n".join(lines) + "\n"
 
     def body(self, plan: Plan) -> dict[str, Any]:
-        """Return the same for programs."""
+        """Return the plan for programs."""
         return {
             "met": True,
             **self._question(),
@@ -51,7 +51,7 @@ class PlanReport:
         }
 
     def no_plan(self, error: NoPlanError) -> dict[str, Any]:
-        """Return why there is no plan, and the best that was seen, for programs."""
+        """Return why there is no plan, with the best figures, for programs."""
         return {
             "met": False,
             **self._question(),
@@ -171,7 +171,7 @@ class PlanReport:
         if plan.least > 1 and plan.least == answer.replicas:
             fewer = plan.least - 1
             their = "its" if fewer == 1 else "their"
-            # A load just above the most mustn't look like it.
+            # A load just above the limit must differ from the limit in print.
             load = trials.load(fewer, ReplicaSettings.of(trials.profile))
             yield (
                 f"{fewer} can't do the work: {their} load would be {load:.1%}, and {MOST_LOAD:.0%} is the "

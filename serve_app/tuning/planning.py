@@ -21,7 +21,8 @@ MOST_LOAD = 0.95
 """Most load of a plan: beyond it the wait of a request depends on how long the load lasts."""
 
 STEP_TOKENS = (16_384, 8_192, 4_096, 2_048, 1_024, 512)
-"""Values of `max_num_batched_tokens` that are tried: smaller ones make steps short, and prompts take more."""
+"""Values of `max_num_batched_tokens` that are tried: with a smaller value steps are shorter, and prompts take
+more steps."""
 
 RUNS = 4
 """Runs of the answer, and of trials that are close to a goal; other trials are one run each."""
@@ -39,19 +40,19 @@ COUNTED_TOKENS, LEAST_COUNTED, MOST_COUNTED = 120_000, 300, 600
 """Tokens of answers in the part of a run that counts, and the least and most requests of that part."""
 
 WARM_UP_LIVES = 2.0
-"""Length of the warm-up, in the time that a request takes."""
+"""Length of the warm-up, as a multiple of the time of a request."""
 
 BATCH_S, LEAST_BESIDE = 20.0, 60
-"""Most virtual seconds of a run beside a batch, unless fewer requests than this come in them."""
+"""Most virtual seconds of a run beside a batch; the least requests that such a run counts in any case."""
 
 LONE_REQUESTS = 400
-"""Requests of which the times are computed that they have alone in the service."""
+"""Requests whose times alone in the service are computed."""
 
 STUDENT = {2: 12.7, 3: 4.30, 4: 3.18, 5: 2.78}
 """Half width of an interval of 95% by the number of runs, in standard errors of their mean."""
 
 MOST_SHARE = 0.9
-"""Share of the time of prompts and sequences up to which the time of a step is computed."""
+"""Largest share of the time for prompts and sequences that the expected latency assumes."""
 
 Figures = Mapping[tuple[Metric, int], float]
 """Seconds by metric and percentile."""
@@ -146,13 +147,13 @@ class Trial:
         figures: Seconds by metric and percentile, of all runs together.
         errors: Half width in seconds of an interval of 95% for each figure; 0 after one run.
         misses: Goals that don't hold.
-        load: Requests per second, as a share of what the replicas can do.
+        load: Requests per second, as a share of the most that the replicas can do.
         busy: Share of the time in which steps run.
         held: Mean share of the KV cache that is reserved.
         running: The most requests in an engine.
         requests: Requests that were counted.
         row_tokens_per_s: Tokens of rows' answers per second of all replicas.
-        short_of_rows: The rows have fewer tokens per second than are needed.
+        short_of_rows: Whether the rows have fewer tokens per second than they need.
     """
 
     replicas: int
@@ -213,7 +214,7 @@ class Trials:
         self._runs: dict[tuple[int, ReplicaSettings, int], Run] = {}
 
     def load(self, replicas: int, settings: ReplicaSettings) -> float:
-        """Return the requests per second as a share of what the replicas can do."""
+        """Return the requests per second as a share of the most that the replicas can do."""
         return self.workload.rate / (replicas * full_rate(self.profile, self.workload, settings))
 
     def lone(self, settings: ReplicaSettings) -> Figures:
@@ -239,7 +240,7 @@ class Trials:
             self._runs |= zip(missing, in_processes(jobs, ended), strict=True)
 
     def trial(self, replicas: int, settings: ReplicaSettings, runs: int = 1) -> Trial:
-        """Return what `runs` runs say about replicas with some settings."""
+        """Return the figures of replicas with some settings, from `runs` runs."""
         self.run([(replicas, settings, runs)])
         done = [self._runs[replicas, settings, number] for number in range(runs)]
         figures = self._figures(request for run in done for request in run.requests)
@@ -266,7 +267,7 @@ class Trials:
         )
 
     def _sample(self, replicas: int) -> int:
-        """Return the number of replicas that are simulated. With rows, each of them is full of work."""
+        """Return the number of replicas that are simulated. With rows one is enough: each has work always."""
         return min(replicas, SAMPLE if self.workload.batch is None else 1)
 
     def _run(self, replicas: int, settings: ReplicaSettings, number: int) -> Run:
@@ -277,7 +278,7 @@ class Trials:
         rate *= sample
         counted = min(max(COUNTED_TOKENS / workload.output.expected, LEAST_COUNTED), MOST_COUNTED)
         if workload.batch is not None:
-            # The first rows all have their prompts before them.
+            # At the start all rows compute their prompts; answers come later.
             warm_up_s = max(warm_up_s, workload.batch.output.expected * workload.step_s(self.profile))
             counted = min(counted, max(BATCH_S * rate, LEAST_BESIDE))
         fleet = Fleet(self.profile, settings, sample, workload, self._routing, seed)
@@ -319,7 +320,7 @@ class NoPlanError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The answer, and what is around it.
+    """The answer, and the trials around it.
 
     Attributes:
         answer: The trial with the fewest replicas that holds all goals.
@@ -354,7 +355,7 @@ class Search:
         """Return the plan.
 
         Raises:
-            NoPlanError: There is none.
+            NoPlanError: No plan holds the goals.
         """
         lone = self._check_lone()
         least = self.least_replicas()
@@ -376,7 +377,7 @@ class Search:
         return max(1, math.ceil(trials.workload.rate / (MOST_LOAD * rate) - 1e-9))
 
     def _run(self, *wanted: tuple[int, ReplicaSettings, int]) -> None:
-        """Make the runs of trials, and show that they are made."""
+        """Make the runs of trials, and report the progress."""
         counts = sorted({count for count, _, _ in wanted})
         line = f"{' and '.join(map(str, counts))} replica{'s' if counts != [1] else ''}"
 
@@ -434,14 +435,14 @@ class Search:
         return least
 
     def _fewest(self, least: int) -> int:
-        """Return the fewest replicas that hold the goals in one run; one more than allowed: there are none.
+        """Return the fewest replicas that hold the goals in one run; one more than allowed if no number does.
 
-        The first number is a guess. From it the distance is doubled, and then halved.
+        The first number is a guess. The distance from the guess is doubled, and then halved.
         """
         low, high, step, count = least - 1, self._most + 1, 1, self._guess(least)
         while high - low > 1:
             if count > least and low < least:
-                # A plan shows both.
+                # A plan shows both numbers, so they run side by side.
                 self._run((count, self._default, 1), (count - 1, self._default, 1))
             if self._chosen(count) is not None:
                 high = count
@@ -457,12 +458,12 @@ class Search:
         return high
 
     def _chosen(self, replicas: int) -> Trial | None:
-        """Return the trial with default settings if the goals hold, else with others that hold them."""
+        """Return the trial with default settings if it holds, else the best that holds; None: none holds."""
         holding = [trial for trial in self._seen(replicas) if trial.holds]
         return max(holding, key=self._slack, default=None)
 
     def _seen(self, replicas: int) -> list[Trial]:
-        """Return the trial with default settings, and others if the goals don't hold."""
+        """Return the trial with default settings, and trials with other settings if it misses a goal."""
         (default,) = self._decided((replicas, self._default))
         others = [] if default.holds else self._others(default)
         return [default, *self._decided(*((replicas, each) for each in others))]
@@ -478,8 +479,8 @@ class Search:
     def _others(self, default: Trial) -> list[ReplicaSettings]:
         """Return settings that may hold the goals that the default settings miss.
 
-        Shorter steps make further tokens come sooner, and first tokens later. Rows that reserve less of the
-        KV cache run in greater number.
+        With shorter steps, further tokens come sooner, and first tokens later. More rows run at once if they
+        reserve less of the KV cache.
         """
         trials, plain = self._trials, self._default
         profile, workload = trials.profile, trials.workload
@@ -500,7 +501,7 @@ class Search:
         return [each for each in found if trials.load(default.replicas, each) <= MOST_LOAD]
 
     def _confirmed(self, trial: Trial) -> Trial:
-        """Return a trial from more runs, made beside those of the rows around it."""
+        """Return a trial from more runs, which run beside the runs of the rows around it."""
         key = trial.replicas, trial.settings
         self._run((*key, RUNS), *((*each, 1) for each in self._around(trial)))
         return self._trials.trial(*key, RUNS)

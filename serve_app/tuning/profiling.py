@@ -13,16 +13,16 @@ from serve_app.system.yaml_text import dump
 from serve_app.tuning.service import TOKENS, LoadAnswer, LoadRequest, ModelFacts, Service
 
 WAVES = ((1, 32), (32, 32), (8, 1024), (128, 32), (1, 512), (8, 4096), (32, 256), (1, 4096), (8, 32))
-"""Requests that run at once, and tokens of each prompt: the four times can be told apart in such steps."""
+"""Requests that run at once, and tokens of each prompt: such steps tell the four times apart."""
 
 ANSWER = 32
 """Tokens of an answer."""
 
 REQUESTS, TEACHES_S, WAVE_S = 400, 40.0, 120.0
-"""Requests after which, and seconds after which no further wave begins, and most seconds of a wave."""
+"""Requests and seconds after which no further wave begins; most seconds of a wave."""
 
 LEAST_STEPS = 150
-"""Fewest steps that a profile is made of."""
+"""Fewest steps from which a profile is made."""
 
 LOOK_S, LOOKS = 0.2, 25
 """Seconds between two looks at the statistics, which are some seconds old, and most looks."""
@@ -31,7 +31,7 @@ LARGEST_ERROR = 0.1
 """Mean error above which a profile is called bad."""
 
 DIGITS = 4
-"""Digits of a learned time that mean something."""
+"""Significant digits of a learned time."""
 
 
 async def learn(

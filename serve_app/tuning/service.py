@@ -16,7 +16,7 @@ from serve_app.stats import SchedulerFigures
 from serve_app.tuning.goals import Metric
 
 TOKENS = range(33, 127)
-"""Token ids of prompts: every vocabulary has them, and few tokenizers have special ones among them."""
+"""Token ids of prompts: every vocabulary has these ids, and in few tokenizers they are special tokens."""
 
 CONNECT_S, SILENCE_S = 30.0, 600.0
 """Seconds to get a connection, and the longest silence of an answer: the service may load the model first."""
@@ -82,7 +82,7 @@ class LoadAnswer:
     """One request, by its times in seconds on the clock.
 
     Attributes:
-        sent_at: When the request was due; it was sent then unless the sender is late.
+        sent_at: When the request was due; a late sender sends it later.
         tokens: Tokens of the answer; while it runs, the tokens that the request asks for.
         first_at: When the first token came; None: not yet.
         ended_at: When the last token came; None: not yet.
@@ -103,7 +103,7 @@ class LoadAnswer:
     def seconds(self, metric: Metric, now: float) -> tuple[float, bool] | None:
         """Return the value of a metric, and whether it is final; before the end it is a lower bound.
 
-        None: the metric has no value, as the time per further token of an answer with one token.
+        None: the metric has no value: an answer with one token has no time per further token.
         """
         if self.failed:
             return math.inf, True
@@ -177,7 +177,7 @@ class Service:
         """Return the facts about a model.
 
         Raises:
-            ServiceError: The service doesn't answer, or not as saturate does.
+            ServiceError: The service doesn't answer, or isn't saturate.
         """
         card = next((card for card in await self._client.cards() if card.id == model), None)
         report = (await self._client.stats()).models.get(model)
@@ -210,11 +210,10 @@ class Service:
         )
 
     async def first_answer(self, model: str) -> None:
-        """Get a short answer: a model without replicas starts one for it, and the engine compiles its
-        kernels.
+        """Get a short answer: a model without replicas starts a replica, and the engine compiles its kernels.
 
         Raises:
-            ServiceError: There is none.
+            ServiceError: There is no answer.
         """
         body = {"model": model, "prompt": [TOKENS[0]] * 16, "max_tokens": 2, "ignore_eos": True}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -231,7 +230,7 @@ class Service:
                 "POST",
                 ask.path,
                 json=ask.body,
-                # The pieces of an answer are looked at as they come.
+                # Pieces are timed as they come, which compression would delay.
                 headers={"accept-encoding": "identity"},
             ) as response:
                 if response.status_code != 200:

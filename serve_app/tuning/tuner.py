@@ -11,7 +11,8 @@ from serve_app.tuning.goals import Goal, batcher_goals
 from serve_app.tuning.load import Axis, LoadPoint, shown
 
 RESOLUTION = 0.1
-"""Distance of the load that breaks from the load that holds, as a share of it, at which the search ends."""
+"""Distance at which a search ends: from the load that holds to the load that breaks, as a share of the
+latter."""
 
 MOST_POINTS = 24
 """Most loads of a search."""
@@ -20,7 +21,7 @@ MOST_CLIENTS = 4_096
 """Most clients; each has a connection."""
 
 MARGIN = 0.9
-"""Requests in flight at which autoscaling adds a replica, as a share of those at the highest load."""
+"""Requests in flight at which autoscaling adds a replica, as a share of the number at the highest load."""
 
 QUEUE_MARGIN, LEAST_QUEUE = 1.5, 8
 """Requests that may wait, as a multiple of the requests that start within the time to the first token."""
@@ -29,7 +30,10 @@ Measure = Callable[[float], Awaitable[LoadPoint]]
 
 
 async def search(measure: Measure, goals: Sequence[Goal], *, held: float = 0.0, whole: bool) -> None:
-    """Measure loads: doubled until one breaks a goal, then halfway between the load that holds and the next.
+    """Measure loads until the highest load that holds the goals is known.
+
+    The load is doubled until it breaks a goal. Each further load is halfway between the highest load that
+    holds and the lowest load that breaks.
 
     Args:
         measure: Measures a load.
@@ -78,8 +82,8 @@ class TunedSettings:
 def choose(point: LoadPoint, goals: Sequence[Goal], replicas: int) -> TunedSettings:
     """Return the settings for a load that holds.
 
-    The queue has the requests that can start before their first token would be late: the others get a 429 at
-    once.
+    The queue has room for the requests that can start before their first token would be late. Further
+    requests get a 429 at once.
 
     Args:
         point: The load.
@@ -98,17 +102,17 @@ def choose(point: LoadPoint, goals: Sequence[Goal], replicas: int) -> TunedSetti
 
 @dataclass(slots=True)
 class Tuning:
-    """The result of a tuning, as far as it came.
+    """The result of a tuning, complete or not.
 
     Attributes:
         model: The model.
         requests: The requests, in words.
         goals: The goals.
-        over: What was raised.
+        over: The load that was raised.
         points: The loads, in the order in which they were measured.
         replicas: Replicas that took the loads.
         applied: The highest load, measured again with its settings; None: they were not applied.
-        warnings: What makes the figures doubtful.
+        warnings: Reasons to doubt the figures.
     """
 
     model: str
@@ -149,7 +153,7 @@ class Tuning:
         return f"{self.load(point.value)}: {self.verdict(point)} ({figures}, {point.completed} requests)"
 
     def verdict(self, point: LoadPoint) -> str:
-        """Return "holds", or what doesn't hold."""
+        """Return "holds", or the names of the goals that don't hold."""
         return " ".join(point.misses(self.goals)) or "holds"
 
     def text(self) -> str:

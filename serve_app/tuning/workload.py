@@ -1,4 +1,4 @@
-"""Requests of a service: how many come, how long their prompts and answers are."""
+"""The requests of a service: their rate, and the lengths of prompts and answers."""
 
 import math
 import random
@@ -10,7 +10,7 @@ from typing import NamedTuple
 from serve_app.simulation.profiles import BLOCK, Profile
 
 CUT = 3.09
-"""Standard deviations of the logarithm at which a length is cut: one of 1,000 is longer."""
+"""Standard deviations of the logarithm at which a length is cut: one length of 1,000 is longer."""
 
 
 class LengthError(ValueError):
@@ -51,7 +51,7 @@ class TokenLengths:
         return cls(float(match[1]), float(match[2] or 0))
 
     def cut(self, most: int) -> "TokenLengths":
-        """Return the same lengths, of which none is above `most`."""
+        """Return the same lengths, cut at `most`."""
         return TokenLengths(self.mean, self.spread, most)
 
     def draw(self, numbers: random.Random) -> int:
@@ -63,7 +63,7 @@ class TokenLengths:
 
     @property
     def expected(self) -> float:
-        """The mean of the lengths as they are drawn, with the cut."""
+        """The mean of the lengths after the cut."""
         if not self.spread:
             return min(self.mean, self.most)
         mu, sigma = self._parameters()
@@ -102,7 +102,7 @@ class Draw(NamedTuple):
 
 
 class BatchWork(NamedTuple):
-    """Rows of a batch, of which there are always more.
+    """The rows of a batch, without end.
 
     Attributes:
         input: Tokens of a prompt.
@@ -135,7 +135,7 @@ class Workload:
         output: Tokens of an answer.
         max_tokens: `max_tokens` of each request, which the batcher reserves; answers are cut there.
         prefix_share: Share, 0 to 1, of a prompt that is in the prefix cache.
-        batch: Rows that fill what these requests leave of the replicas; None: there are no rows.
+        batch: Rows that fill the capacity that these requests leave; None: there are no rows.
         goals: The goals that bound the steps with rows.
     """
 
@@ -156,7 +156,7 @@ class Workload:
         max_tokens: int | None = None,
         prefix_share: float = 0.0,
     ) -> "Workload":
-        """Return a workload; without `max_tokens`, requests ask for as much as the longest answer has."""
+        """Return a workload; without `max_tokens`, requests ask for the length of the longest answer."""
         most = output.most if max_tokens is None else max_tokens
         return cls(rate, input, output.cut(min(output.most, most)), most, prefix_share)
 
@@ -177,6 +177,6 @@ class Workload:
             )
 
     def computed(self, prompt: int) -> int:
-        """Return the tokens of a prompt that the engine computes: those behind the cached blocks."""
+        """Return the tokens of a prompt that the engine computes: the tokens after the cached blocks."""
         cached = int(prompt * self.prefix_share) // BLOCK * BLOCK
         return max(1, prompt - cached)
