@@ -119,7 +119,7 @@ class Output:
     def numbered(self, files: Iterable[tuple[str, Values]]) -> Iterator[InputRow]:
         """Number the rows of the input's files, by the file and the place in it.
 
-        So a file that was mended keeps the numbers of its rows and of the files after it.
+        So the rows of a mended file, and of the files after it, keep their numbers.
         """
         start = 0
         for file, (_, values) in enumerate(files):

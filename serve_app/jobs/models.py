@@ -67,7 +67,7 @@ class Batch:
         output_file: Id of the output; the file exists once the batch has ended, if a row succeeded.
         error_file: Id of the error file; the file exists once the batch has ended, if a row failed.
         retention_s: Seconds after which the output and the error file are deleted.
-        model: The model of all rows; None: the rows aren't validated, or name several models or none.
+        model: The one model that the rows name; None: they aren't validated, or name several models or none.
         errors: Errors of the batch as a whole.
         total: Number of rows; 0 until they are validated.
         completed: Rows in the output.

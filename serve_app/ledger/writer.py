@@ -10,9 +10,9 @@ round takes longer.
 
 A process holds its growing segment by a lock of the kernel on the open file. The lock ends with the process.
 A segment that nobody holds is closed. The process that closed a segment brings it into its last form. After a
-kill another process does so: the next process that starts, or before an upload any process of the node. This
-process holds the segment meanwhile, and removes the segment last. So each step may run again after a kill,
-with the same result.
+kill another process does so: the next process that starts, or in the spool of a URL any process of the node.
+The process holds the segment meanwhile, and removes the segment last. So each step may run again after a
+kill, with the same result.
 """
 
 import fcntl

@@ -380,7 +380,7 @@ class Holder:
                 subject.set_quota(subjects.get(name, Quota()), self.clock())
 
     def _next(self) -> list[HeldSubject]:
-        """Return the next busy subjects. A subject at rest leaves; without blocks it is forgotten."""
+        """Return the next busy subjects. A subject at rest leaves `busy`, and without blocks is forgotten."""
         now = self.clock()
         if NEVER < self._holds_until <= now:
             self._holds_until = NEVER

@@ -23,7 +23,7 @@ class WatchedFile:
         self._seen = self._signature()
 
     def look(self) -> bool:
-        """Return whether the file has changed since the last look or the last failed reading."""
+        """Return whether the file has changed since the last look; after `unread`, return True."""
         before, self._seen = self._seen, self._signature()
         return self._seen != before
 

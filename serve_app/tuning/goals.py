@@ -83,7 +83,7 @@ def parse_goals(text: str) -> tuple[Goal, ...]:
     """Return the goals of a text, with commas between them.
 
     Raises:
-        GoalError: A part is no goal, two goals bound the same percentile, or there is no goal.
+        GoalError: A part is no goal, two goals bound the same figure, or there is no goal.
     """
     goals = tuple(Goal.parse(part) for part in text.split(",") if part.strip())
     if not goals:
