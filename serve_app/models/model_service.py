@@ -68,7 +68,7 @@ def context_reason(architecture: Architecture, context: int, tokens: int) -> str
     fit = f"{tokens / context:.1f} requests of that length fit at once"
     if context == architecture.context:
         return f"the model's own limit; {fit}"
-    if context // SEQUENCES * SEQUENCES <= tokens and context < architecture.context:
+    if context < architecture.context:
         return f"{fit}; the model's own limit is {architecture.context:,}"
     return fit
 

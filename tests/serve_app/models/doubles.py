@@ -1,14 +1,22 @@
-"""Models, machines and a hub that tests make up."""
+"""Models, machines and a hub that tests make up, and the service that is generated for them."""
 
 import json
-from collections.abc import Mapping
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from serve_app.models.devices import Machine, UsableGPU
 from serve_app.models.errors import ModelError
-from serve_app.models.hub import HubAwayError
-from serve_app.models.model_files import ModelFiles
+from serve_app.models.generated import Generated, generate
+from serve_app.models.hub import Hub, HubAwayError
+from serve_app.models.overrides import read_setting
+from serve_app.settings.models import LLMSettings
+from serve_app.settings.schema import Settings, parse
 
 MIB = 1 << 20
 
@@ -56,10 +64,26 @@ LLAMA_70B_BYTES = 141_107_497_872
 LLAMA_405B = LLAMA_8B | {"hidden_size": 16_384, "num_attention_heads": 128, "num_hidden_layers": 126}
 LLAMA_405B_BYTES = 811_706_777_600
 
-QWEN = ModelFiles("Qwen/Qwen2.5-7B-Instruct", QWEN_7B, QWEN_7B_BYTES)
-LLAMA = ModelFiles("meta-llama/Llama-3.1-8B-Instruct", LLAMA_8B, LLAMA_8B_BYTES)
-BIG_LLAMA = ModelFiles("meta-llama/Llama-3.3-70B-Instruct", LLAMA_70B, LLAMA_70B_BYTES)
-HUGE_LLAMA = ModelFiles("meta-llama/Llama-3.1-405B-Instruct", LLAMA_405B, LLAMA_405B_BYTES)
+
+@dataclass(frozen=True)
+class Model:
+    """A model of the hub.
+
+    Attributes:
+        id: Its Hugging Face id.
+        config: Content of config.json.
+        weight_bytes: Bytes of the weights.
+    """
+
+    id: str
+    config: Mapping[str, Any]
+    weight_bytes: int
+
+
+QWEN = Model("Qwen/Qwen2.5-7B-Instruct", QWEN_7B, QWEN_7B_BYTES)
+LLAMA = Model("meta-llama/Llama-3.1-8B-Instruct", LLAMA_8B, LLAMA_8B_BYTES)
+BIG_LLAMA = Model("meta-llama/Llama-3.3-70B-Instruct", LLAMA_70B, LLAMA_70B_BYTES)
+HUGE_LLAMA = Model("meta-llama/Llama-3.1-405B-Instruct", LLAMA_405B, LLAMA_405B_BYTES)
 
 
 def write_model(folder: Path, config: Mapping[str, Any], size: int, files: int = 1) -> Path:
@@ -123,3 +147,140 @@ class FakeHub:
         if id not in self.models:
             raise ModelError(f"no model {id}")
         return self.models[id]
+
+
+@dataclass(frozen=True)
+class Served:
+    """What `saturate serve` makes of a model on a machine.
+
+    Attributes:
+        text: The config.
+        summary: The lines that say what was chosen.
+    """
+
+    text: str
+    summary: tuple[str, ...]
+
+    @property
+    def content(self) -> Any:
+        """The config."""
+        return yaml.safe_load(self.text)
+
+    @property
+    def settings(self) -> Settings:
+        """The settings of the service."""
+        return parse(self.content["applications"][0]["args"])
+
+    @property
+    def model(self) -> LLMSettings:
+        """The settings of the model."""
+        (found,) = self.settings.models
+        assert isinstance(found, LLMSettings)
+        return found
+
+    @property
+    def engine(self) -> Mapping[str, Any]:
+        """The options of the engine."""
+        found: Mapping[str, Any] = self.content["applications"][0]["args"]["models"][0]["engine"]
+        return found
+
+    @property
+    def deployments(self) -> Sequence[Mapping[str, Any]]:
+        """The Ingress and the Engine."""
+        found: Sequence[Mapping[str, Any]] = self.content["applications"][0]["deployments"]
+        return found
+
+    @property
+    def parallel(self) -> int:
+        """GPUs of a stage."""
+        return int(self.engine.get("tensor_parallel_size", 1))
+
+    @property
+    def stages(self) -> int:
+        """Stages of a replica."""
+        return int(self.engine.get("pipeline_parallel_size", 1))
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of a replica."""
+        return int(self.deployments[1]["ray_actor_options"].get("num_gpus", 0))
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the model."""
+        return int(self.deployments[1]["num_replicas"])
+
+    @property
+    def notes(self) -> list[str]:
+        """The further sentences for the user."""
+        return [words for kind, words in (line.split(maxsplit=1) for line in self.summary) if kind == "note"]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that fit into the KV cache of a device."""
+        return self._memory[0]
+
+    @property
+    def per_token(self) -> int:
+        """Bytes that a token takes in the KV cache of a device."""
+        return self._memory[1]
+
+    @property
+    def _memory(self) -> tuple[int, int]:
+        found = re.search(r"KV cache: ([\d,]+) tokens of ([\d,]+) bytes", self.line("memory"))
+        assert found
+        tokens, per_token = (int(number.replace(",", "")) for number in found.groups())
+        return tokens, per_token
+
+    def line(self, begin: str) -> str:
+        """Return the words of the line of the summary that begins so."""
+        (found,) = (line.partition(" ")[2] for line in self.summary if line.startswith(f"{begin} "))
+        return found.strip()
+
+    def comment(self, key: str) -> str:
+        """Return the comment right above a key of the config."""
+        *before, _ = re.split(rf"^ *-? *{key}:", self.text, maxsplit=1, flags=re.M)
+        words: list[str] = []
+        for line in reversed("".join(before).rstrip().splitlines()):
+            if not line.lstrip().startswith("# "):
+                break
+            words.insert(0, line.lstrip(" #"))
+        return " ".join(words)
+
+
+def generated(name: str, on: Machine, hub: Hub, *settings: str, build: str | None = None) -> Served:
+    """Return what `saturate serve NAME --set SETTING` makes on a machine.
+
+    Args:
+        name: The argument.
+        on: The machine.
+        hub: The hub.
+        settings: The values of `--set`.
+        build: The build of vLLM; None: the one for the machine.
+    """
+    found: Generated = generate(
+        name,
+        [*map(read_setting, settings)],
+        words=[name, *(word for setting in settings for word in ("--set", setting))],
+        machine=lambda: on,
+        hub=lambda: hub,
+        build=build or ("gpu" if on.gpus else "cpu"),
+    )
+    return Served(found.text, found.summary)
+
+
+def served(model: Model, on: Machine, replicas: int | None = None, **options: Any) -> Served:
+    """Return what `saturate serve` makes of a model on a machine.
+
+    Args:
+        model: The model.
+        on: The machine.
+        replicas: Copies of the model that the user sets.
+        options: Options of the engine that the user sets.
+    """
+    settings = [f"engine.{name}={value}" for name, value in options.items()]
+    if replicas is not None:
+        settings.append(f"deployment.num_replicas={replicas}")
+    with tempfile.TemporaryDirectory() as folder:
+        hub = FakeHub({model.id: write_model(Path(folder) / "model", model.config, model.weight_bytes)})
+        return generated(model.id, on, hub, *settings)

@@ -1,12 +1,15 @@
-"""The shape of models, from their config.json."""
+"""The shape of models, from their config.json: the memory of a token, the context and what else is told."""
 
 from typing import Any
 
 import pytest
 
-from serve_app.models.architecture import read_architecture
+from serve_app.models.devices import UsableGPU
 from serve_app.models.errors import ModelError
-from tests.serve_app.models.doubles import LLAMA_8B, LLAMA_70B, QWEN_7B
+from tests.serve_app.models.doubles import GB, LLAMA_8B, LLAMA_70B, QWEN_7B, Model, Served, machine, served
+
+ROOMY = UsableGPU("GPU", 1000 * GB, capability=9.0)
+"""A GPU on which each model has its own context."""
 
 DEEPSEEK_V3 = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -42,6 +45,11 @@ FALCON = {"model_type": "falcon", "hidden_size": 4544, "num_attention_heads": 71
 QWEN3_NEXT = QWEN_7B | {"num_hidden_layers": 48, "full_attention_interval": 4, "head_dim": 256}
 
 
+def shaped(config: dict[str, Any], gpus: int = 1, **options: Any) -> Served:
+    """Return the service of a small model with this config.json."""
+    return served(Model("org/model", config, GB), machine(*[ROOMY] * gpus), **options)
+
+
 @pytest.mark.parametrize(
     ("config", "per_token"),
     [
@@ -59,7 +67,7 @@ QWEN3_NEXT = QWEN_7B | {"num_hidden_layers": 48, "full_attention_interval": 4, "
     ids=["gqa", "8b", "70b", "mla", "nested", "old names", "multi query", "interval", "mixed", "sliding"],
 )
 def test_a_token_takes_a_key_and_a_value_of_each_head(config: dict[str, Any], per_token: int) -> None:
-    assert read_architecture(config, "model").kv_bytes_per_token(2) == per_token
+    assert shaped(config).per_token == per_token
 
 
 @pytest.mark.parametrize(
@@ -68,19 +76,40 @@ def test_a_token_takes_a_key_and_a_value_of_each_head(config: dict[str, Any], pe
     ids=["heads are shared", "one each at least", "gqa of 4", "mla is whole on each"],
 )
 def test_devices_share_the_heads(config: dict[str, Any], devices: int, share: int) -> None:
-    architecture = read_architecture(config, "model")
-    assert architecture.kv_bytes_per_token(2, devices) * share == architecture.kv_bytes_per_token(2)
+    whole, part = shaped(config), shaped(config, devices, tensor_parallel_size=devices)
+    assert part.per_token * share == whole.per_token
 
 
-def test_the_fields_of_a_model() -> None:
-    qwen = read_architecture(QWEN_7B, "model")
-    assert (qwen.model_type, qwen.dtype) == ("qwen2", "bfloat16")
-    assert (qwen.context, qwen.sliding_window, qwen.multimodal) == (32_768, None, False)
-    gemma = read_architecture(GEMMA_3_4B, "model")
-    assert (gemma.model_type, gemma.context, gemma.sliding_window) == ("gemma3", 131_072, 1024)
-    assert gemma.multimodal
-    assert read_architecture(DEEPSEEK_V3, "model").quantization == "fp8"
-    assert read_architecture(FALCON, "model").context == 2048
+def test_stages_share_the_layers() -> None:
+    whole, part = shaped(LLAMA_8B), shaped(LLAMA_8B, 8, tensor_parallel_size=2, pipeline_parallel_size=4)
+    assert part.per_token * 8 == whole.per_token
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "context", "notes"),
+    [
+        (QWEN_7B, "qwen2", 32_768, []),
+        (QWEN_7B | {"use_sliding_window": True}, "qwen2", 32_768, ["Some layers attend to 131,072 tokens"]),
+        (
+            GEMMA_3_4B,
+            "gemma3",
+            131_072,
+            ["The model also takes images", "Some layers attend to 1,024 tokens"],
+        ),
+        (DEEPSEEK_V3, "deepseek_v3", 163_840, []),
+        (FALCON, "falcon", 2048, []),
+    ],
+    ids=["window not used", "window", "images", "quantised", "no context"],
+)
+def test_the_family_the_context_and_what_else_matters_are_told(
+    config: dict[str, Any], kind: str, context: int, notes: list[str]
+) -> None:
+    found = shaped(config)
+    assert f": {kind}, 1.0 GB of weights" in found.line("model")
+    assert ("(fp8)" in found.line("model")) == (config is DEEPSEEK_V3)
+    assert found.line("context").startswith(f"max_model_len {context:,}: the model's own limit; ")
+    assert len(found.notes) == len(notes)
+    assert all(note.startswith(begin) for note, begin in zip(found.notes, notes, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -92,10 +121,11 @@ def test_the_fields_of_a_model() -> None:
     ],
 )
 def test_the_type_of_the_weights(fields: dict[str, Any], dtype: str) -> None:
-    assert read_architecture(QWEN_7B | fields, "model").dtype == dtype
+    # A CPU runs a model in that type.
+    assert served(Model("org/model", QWEN_7B | fields, GB), machine()).engine["dtype"] == dtype
 
 
 @pytest.mark.parametrize("value", [None, 0, "12", True, 1.5])
 def test_a_config_without_what_the_sums_need_is_refused(value: object) -> None:
     with pytest.raises(ModelError, match=r"config\.json of org/model has no num_hidden_layers"):
-        read_architecture(QWEN_7B | {"num_hidden_layers": value}, "org/model")
+        shaped(QWEN_7B | {"num_hidden_layers": value})

@@ -1,8 +1,8 @@
-"""The parsers of each family."""
+"""The parsers of each family, in the config that is generated for a model."""
 
 import pytest
 
-from serve_app.models.families import parsers_of
+from tests.serve_app.models.doubles import GB, H100, LLAMA_8B, Model, machine, served
 
 
 @pytest.mark.parametrize(
@@ -39,8 +39,11 @@ from serve_app.models.families import parsers_of
         ("new", "org/new-model", None, None),
     ],
 )
-def test_a_model_has_the_parsers_of_its_family(
+def test_a_model_has_the_parsers_of_its_family_and_room_for_its_reasoning(
     model_type: str, name: str, tools: str | None, reasoning: str | None
 ) -> None:
-    parsers = parsers_of(model_type, name)
-    assert (parsers.tools, parsers.reasoning) == (tools, reasoning)
+    found = served(Model(name, LLAMA_8B | {"model_type": model_type}, GB), machine(H100))
+    engine = found.engine
+    assert (engine.get("tool_call_parser"), engine.get("reasoning_parser")) == (tools, reasoning)
+    assert engine.get("enable_auto_tool_choice") is (True if tools else None)
+    assert found.model.sampling.max_tokens == (4096 if reasoning else 512)

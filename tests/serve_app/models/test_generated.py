@@ -7,18 +7,18 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from serve_app.cli.serve_config import read_config
 from serve_app.models.devices import Machine
 from serve_app.models.errors import ModelError, OptionError
-from serve_app.models.generated import Generated, generate
-from serve_app.models.overrides import read_setting
-from serve_app.settings.models import LLMSettings
-from serve_app.settings.schema import parse
+from serve_app.settings.batches import BatchesSettings
+from serve_app.settings.ingress import IngressSettings
+from serve_app.settings.models import BatcherSettings
 from tests.pages import blocks
 from tests.serve_app.models.doubles import (
     H100,
@@ -32,7 +32,10 @@ from tests.serve_app.models.doubles import (
     QWEN_7B,
     QWEN_7B_BYTES,
     FakeHub,
+    Model,
+    generated,
     machine,
+    served,
     write_model,
 )
 from tests.serve_app.test_configs import unexplained
@@ -72,32 +75,6 @@ def hub(folder: Path) -> FakeHub:
 @pytest.fixture
 def models(tmp_path: Path) -> FakeHub:
     return hub(tmp_path / "hub")
-
-
-def generated(name: str, on: Machine, hub: FakeHub, *settings: str, build: str = "gpu") -> Generated:
-    return generate(
-        name,
-        [*map(read_setting, settings)],
-        words=[name, *(word for setting in settings for word in ("--set", setting))],
-        machine=lambda: on,
-        hub=lambda: hub,
-        build=build,
-    )
-
-
-def content(text: str) -> Any:
-    return yaml.safe_load(text)
-
-
-def model(text: str) -> LLMSettings:
-    (found,) = parse(content(text)["applications"][0]["args"]).models
-    assert isinstance(found, LLMSettings)
-    return found
-
-
-def deployments(text: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = content(text)["applications"][0]["deployments"]
-    return found
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -140,23 +117,23 @@ def test_the_summary_says_why_a_model_takes_several_machines(models: FakeHub) ->
         "spread     1 replica on 2 machines each, tensor_parallel_size 8 and pipeline_parallel_size 2. "
         "16 GPUs of 2 machines hold the 811.7 GB of weights; 8 GPUs have no room for them and for requests."
     ) in found.summary
-    assert model(found.text).bundles == [{"CPU": 8, "GPU": 8}] * 2
+    assert found.model.bundles == [{"CPU": 8, "GPU": 8}] * 2
     # HAProxy on one machine connects to an Ingress on the other.
-    assert content(found.text)["http_options"]["host"] == "0.0.0.0"
+    assert found.content["http_options"]["host"] == "0.0.0.0"
 
 
 def test_a_cpu_has_the_settings_of_the_local_config(models: FakeHub) -> None:
-    text = generated(QWEN, machine(cores=8), models, build="cpu").text
-    local = content((ROOT / "configs/local.yaml").read_text())["applications"][0]
+    found = generated(QWEN, machine(cores=8), models)
+    local = yaml.safe_load((ROOT / "configs/local.yaml").read_text())["applications"][0]
     engine = local["args"]["models"][0]["engine"]
     same = ("enforce_eager", "distributed_executor_backend")
-    assert {name: getattr(model(text).engine, name) for name in same} == {name: engine[name] for name in same}
-    assert deployments(text)[1]["ray_actor_options"] == {"num_cpus": 7}
+    assert {name: getattr(found.model.engine, name) for name in same} == {name: engine[name] for name in same}
+    assert found.deployments[1]["ray_actor_options"] == {"num_cpus": 7}
 
 
 def test_a_build_for_the_cpu_leaves_gpus_alone(models: FakeHub) -> None:
     found = generated(QWEN, machine(L4), models, build="cpu")
-    assert model(found.text).engine.gpu_memory_utilization is None
+    assert found.model.engine.gpu_memory_utilization is None
     assert any(
         "1 x NVIDIA L4 (23.7 GB) found, but the installed vLLM is its CPU build" in s for s in found.summary
     )
@@ -164,14 +141,14 @@ def test_a_build_for_the_cpu_leaves_gpus_alone(models: FakeHub) -> None:
 
 def test_a_build_for_gpus_needs_one(models: FakeHub) -> None:
     with pytest.raises(ModelError, match="no GPU found"):
-        generated(QWEN, machine(), models)
+        generated(QWEN, machine(), models, build="gpu")
 
 
 # Values of the user
 
 
 def test_values_of_the_user_are_in_the_config(models: FakeHub) -> None:
-    text = generated(
+    found = generated(
         QWEN,
         machine(L4),
         models,
@@ -185,43 +162,36 @@ def test_values_of_the_user_are_in_the_config(models: FakeHub) -> None:
         "engine.max_model_len=8192",
         "engine.max_logprobs=50",
         "engine.tool_call_parser=qwen3_json",
-    ).text
-    found = model(text)
-    assert found.id == "qwen"
-    assert (
-        found.engine.options().items()
-        >= {
-            "max_model_len": 8192,
-            "max_logprobs": 50,
-            "tool_call_parser": "qwen3_json",
-        }.items()
     )
-    assert found.batcher.goals is not None
-    assert found.sampling.max_tokens == 64
-    whole = content(text)
+    assert found.model.id == "qwen"
+    set_here = {"max_model_len": 8192, "max_logprobs": 50, "tool_call_parser": "qwen3_json"}
+    assert found.engine.items() >= set_here.items()
+    assert found.model.batcher.goals is not None
+    assert found.model.sampling.max_tokens == 64
+    whole = found.content
     assert whole["http_options"] == {"host": "127.0.0.1", "port": 9000}
     args = whole["applications"][0]["args"]
     assert (args["ingress"]["max_n"], args["telemetry"]) == (4, {"request_log": "text"})
-    assert deployments(text)[1]["name"] == "Engine:qwen"
-    assert deployments(text)[1]["ray_actor_options"]["num_cpus"] == 2
-    assert unexplained(text) == []
-    assert "saturate serve Qwen/Qwen2.5-7B-Instruct --set id=qwen" in text
+    assert found.deployments[1]["name"] == "Engine:qwen"
+    assert found.deployments[1]["ray_actor_options"]["num_cpus"] == 2
+    assert unexplained(found.text) == []
+    assert "saturate serve Qwen/Qwen2.5-7B-Instruct --set id=qwen" in found.text
 
 
 def test_the_demo_takes_values_too(models: FakeHub) -> None:
-    text = generated("demo", machine(), models, "id=toy", "engine.max_model_len=1024").text
-    assert (model(text).id, model(text).engine.max_model_len) == ("toy", 1024)
-    assert deployments(text)[1]["name"] == "Engine:toy"
+    found = generated("demo", machine(), models, "id=toy", "engine.max_model_len=1024")
+    assert (found.model.id, found.model.engine.max_model_len) == ("toy", 1024)
+    assert found.deployments[1]["name"] == "Engine:toy"
 
 
 def test_the_number_may_be_left_to_ray_serve(models: FakeHub) -> None:
-    text = generated(QWEN, machine(L4), models, "deployment.num_replicas=auto").text
-    assert deployments(text)[1]["num_replicas"] == "auto"
+    found = generated(QWEN, machine(L4), models, "deployment.num_replicas=auto")
+    assert found.deployments[1]["num_replicas"] == "auto"
 
 
 def test_scaling_takes_the_place_of_a_number(models: FakeHub) -> None:
     scaling = "deployment.autoscaling_config={min_replicas: 0, max_replicas: 1}"
-    engine = deployments(generated(QWEN, machine(L4), models, scaling).text)[1]
+    engine = generated(QWEN, machine(L4), models, scaling).deployments[1]
     assert "num_replicas" not in engine
     assert engine["autoscaling_config"]["min_replicas"] == 0
 
@@ -229,7 +199,9 @@ def test_scaling_takes_the_place_of_a_number(models: FakeHub) -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("engine.max_model_len=x", "engine.max_model_len: Input should be a valid integer"),
+        ("engine.max_model_len=long", "engine.max_model_len: Input should be a valid integer, not 'long'"),
+        ("ingress.max_n=0", "args.ingress.max_n: Input should be greater than or equal to 1"),
+        ("batches.folder=relative", "args.batches.folder: must be an absolute path"),
         ("http.port=x", "--set http.port: Input should be a valid integer"),
         (
             "deployment.num_replicas=-1",
@@ -254,15 +226,69 @@ def test_a_wrong_value_is_refused_before_the_hub_is_asked(models: FakeHub) -> No
     assert models.asked == []
 
 
-def test_the_revision_is_read_from_the_hub(models: FakeHub) -> None:
-    generated(QWEN, machine(L4), models, "engine.revision=v2")
-    assert models.asked == [(QWEN, "v2")]
+def test_the_last_value_counts(models: FakeHub) -> None:
+    found = generated("demo", machine(), models, "id=a", "id=b", "batches.max_lines=10", "batches=null")
+    assert (found.model.id, found.settings.batches) == ("b", None)
 
 
-def test_a_directory_is_named_by_its_path(tmp_path: Path, models: FakeHub) -> None:
-    folder = write_model(tmp_path / "my model (1)", QWEN_7B, QWEN_7B_BYTES)
-    found = model(generated(str(folder), machine(L4), models).text)
-    assert (found.id, found.source) == ("my-model--1-", str(folder))
+def test_a_value_that_is_set_in_a_config_is_set_in_no_other(models: FakeHub) -> None:
+    before = generated("demo", machine(), models)
+    mine = generated("demo", machine(), models, "engine.distributed_executor_backend=mp")
+    assert mine.text != before.text
+    assert generated("demo", machine(), models) == before
+
+
+def test_the_limits_that_a_config_shows_are_the_defaults(models: FakeHub) -> None:
+    found = generated("demo", machine(), models)
+    assert found.settings.ingress == IngressSettings()
+    assert found.settings.batches == BatchesSettings(folder="~/.local/share/saturate/local")
+    assert found.model.batcher == BatcherSettings()
+
+
+@pytest.mark.parametrize("id", ["1", "1e3", "no", "0x10", "2026-01-01", "a.b_c-d", "org/model"])
+def test_a_name_stays_text_whatever_yaml_would_take_it_for(id: str, models: FakeHub) -> None:
+    found = generated("demo", machine(), models, f"id={id}")
+    assert (found.model.id, found.deployments[1]["name"]) == (id, f"Engine:{id}")
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(80 * 10**9, "80.0 GB"), (1_234_500_000_000, "1,234.5 GB"), (64 << 20, "67.1 MB")]
+)
+def test_bytes_are_shown_in_a_unit_that_fits(count: int, text: str) -> None:
+    found = served(Model("org/model", QWEN_7B, count), machine(memory=4 * 10**12))
+    assert f"{text} of weights" in found.line("model")
+
+
+@pytest.mark.parametrize(
+    ("name", "id"),
+    [
+        ("qwen", "qwen"),
+        ("my model (1)", "my-model--1-"),
+        (".hidden", "hidden"),
+        ("é_模型_b", "b"),
+        ("模型", "model"),
+        ("x" * 250, "x" * 100),
+    ],
+)
+def test_a_directory_is_named_by_its_path(name: str, id: str, tmp_path: Path, models: FakeHub) -> None:
+    folder = write_model(tmp_path / name, QWEN_7B, QWEN_7B_BYTES)
+    found = generated(str(folder), machine(L4), models).model
+    assert (found.id, found.source) == (id, str(folder))
+
+
+@given(
+    st.text("aé模😀 \n\t\"'#:%&*{}[],~._\\-", min_size=1, max_size=60).filter(lambda name: name.strip("."))
+)
+def test_a_directory_of_any_name_changes_nothing_else(name: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_model(Path(folder).resolve() / name, QWEN_7B, QWEN_7B_BYTES)
+        text = generated(str(path), machine(L4), FakeHub({}), "id=m").content
+        # The name that it gets without an `id` is one that a config takes.
+        generated(str(path), machine(L4), FakeHub({}))
+        plain = write_model(Path(folder) / "plain/model", QWEN_7B, QWEN_7B_BYTES)
+        expected = generated(str(plain), machine(L4), FakeHub({}), "id=m").content
+    expected["applications"][0]["args"]["models"][0]["source"] = str(path)
+    assert text == expected
 
 
 def write(names: Sequence[str]) -> Iterator[Path]:

@@ -9,9 +9,14 @@ import pytest
 from huggingface_hub import constants
 
 from serve_app.models.errors import ModelError
-from serve_app.models.hub import HubAwayError, HuggingFaceHub, read_model
-from tests.serve_app.models.doubles import GB, QWEN_7B, FakeHub, write_model
+from serve_app.models.hub import Hub, HubAwayError, HuggingFaceHub
+from tests.serve_app.models.doubles import GB, H100, QWEN_7B, FakeHub, generated, machine, write_model
 from tests.serve_app.models.hub_server import running_hub, without_account
+
+
+def read(id: str, hub: Hub, *settings: str) -> str:
+    """Return the line about a model, as `saturate serve` tells it."""
+    return generated(id, machine(H100), hub, *settings).line("model")
 
 
 @pytest.fixture(autouse=True)
@@ -26,9 +31,9 @@ def endpoint() -> Iterator[str]:
 
 
 def test_a_model_is_read_without_its_weights(endpoint: str, tmp_path: Path) -> None:
-    files = read_model("org/open", None, HuggingFaceHub(endpoint))
-    assert files.config == QWEN_7B
-    assert (files.source, files.weight_bytes, files.download) == ("org/open", 15 * GB, True)
+    assert read("org/open", HuggingFaceHub(endpoint)) == (
+        "org/open: qwen2, 15.0 GB of weights, downloaded at the first start"
+    )
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
 
 
@@ -51,14 +56,14 @@ def test_a_model_is_read_without_its_weights(endpoint: str, tmp_path: Path) -> N
 )
 def test_an_error_of_the_hub_is_one_line(endpoint: str, id: str, revision: str | None, message: str) -> None:
     with pytest.raises(ModelError, match=message) as caught:
-        read_model(id, revision, HuggingFaceHub(endpoint))
+        read(id, HuggingFaceHub(endpoint), *([f"engine.revision={revision}"] if revision else []))
     assert "\n" not in str(caught.value)
 
 
 def test_a_token_without_access_is_told_apart(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_test")
     with pytest.raises(ModelError, match=r"your Hugging Face token has no access"):
-        read_model("org/gated", None, HuggingFaceHub(endpoint))
+        read("org/gated", HuggingFaceHub(endpoint))
 
 
 def test_a_hub_that_is_down_is_away() -> None:
@@ -73,7 +78,7 @@ def test_a_hub_that_is_down_is_away() -> None:
 def test_offline_mode_is_told(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ModelError, match="HF_HUB_OFFLINE is set, and the model was not downloaded before"):
-        read_model("org/open", None, HuggingFaceHub(endpoint))
+        read("org/open", HuggingFaceHub(endpoint))
 
 
 def test_what_was_downloaded_before_is_found(endpoint: str) -> None:
@@ -85,8 +90,8 @@ def test_what_was_downloaded_before_is_found(endpoint: str) -> None:
 
 def test_a_model_in_the_cache_needs_no_hub(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "snapshot", QWEN_7B, 15 * GB)
-    files = read_model("org/model", None, FakeHub({}, away=True, cache={"org/model": folder}))
-    assert (files.source, files.weight_bytes, files.download) == ("org/model", 15 * GB, False)
+    hub = FakeHub({}, away=True, cache={"org/model": folder})
+    assert read("org/model", hub) == "org/model: qwen2, 15.0 GB of weights"
 
 
 def test_half_a_model_in_the_cache_is_told(tmp_path: Path) -> None:
@@ -95,10 +100,4 @@ def test_half_a_model_in_the_cache_is_told(tmp_path: Path) -> None:
     with pytest.raises(
         ModelError, match=r"can't be reached, and the earlier download is incomplete: .*1 of 3"
     ):
-        read_model("org/model", None, FakeHub({}, away=True, cache={"org/model": folder}))
-
-
-def test_the_revision_reaches_the_hub(tmp_path: Path) -> None:
-    hub = FakeHub({"org/model": write_model(tmp_path / "model", QWEN_7B, GB)})
-    read_model("org/model", "v2", hub)
-    assert hub.asked == [("org/model", "v2")]
+        read("org/model", FakeHub({}, away=True, cache={"org/model": folder}))

@@ -4,7 +4,7 @@ import pytest
 
 from serve_app.api.protocol import JSON
 from serve_app.models.errors import OptionError
-from serve_app.models.overrides import check, read_options, read_setting, value_at
+from serve_app.models.overrides import read_options, read_setting
 
 OWN = ["--set", "--print-config", "--verbose"]
 
@@ -72,38 +72,3 @@ def test_words_without_options_ask_nobody() -> None:
     assert read_options(["a", "b"], OWN, typed, ask) == (["a", "b"], [])
     with pytest.raises(OptionError, match="--api-key: `saturate keys new` makes keys"):
         read_options(["a", "--api-key", "x"], OWN, ask=ask)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("engine.max_model_len=long", "engine.max_model_len: Input should be a valid integer, not 'long'"),
-        ("ingress.max_n=0", "args.ingress.max_n: Input should be greater than or equal to 1"),
-        ("batches.folder=relative", "args.batches.folder: must be an absolute path"),
-    ],
-)
-def test_a_wrong_value_is_refused_by_its_path(text: str, message: str) -> None:
-    with pytest.raises(OptionError) as caught:
-        check([read_setting(text)])
-    assert message in str(caught.value)
-
-
-def test_values_that_hold_together_pass() -> None:
-    check(
-        [
-            read_setting(text)
-            for text in (
-                "batches.max_lines=10",
-                "batches=null",
-                "batches.folder=/b",
-                "http.port=9000",
-                "batcher.goals.ttft_p99_s=1",
-            )
-        ]
-    )
-
-
-def test_the_last_value_counts() -> None:
-    overrides = [read_setting("id=a"), read_setting("id=b")]
-    assert value_at(overrides, "model", "id") == "b"
-    assert value_at(overrides, "model", "engine", "seed") is None

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from serve_app.models.errors import ModelError
-from serve_app.models.source import is_config, read_source
-from tests.serve_app.models.doubles import GB, QWEN_7B, FakeHub, write_model
+from serve_app.models.source import is_config
+from tests.serve_app.models.doubles import GB, H100, QWEN_7B, FakeHub, generated, machine, write_model
 
 
 @pytest.mark.parametrize(
@@ -31,24 +31,25 @@ def test_a_config_is_a_file_or_ends_like_one(
     assert is_config(name) == expected
 
 
-def no_hub() -> FakeHub:
-    raise AssertionError("the hub is asked")
+NOTHING = FakeHub({})
 
 
 def test_a_directory_is_read_before_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = write_model(tmp_path / "Qwen" / "Qwen2.5", QWEN_7B, GB)
-    assert read_source("Qwen/Qwen2.5", None, no_hub).source == str(folder)
-    assert read_source("./Qwen/Qwen2.5", None, no_hub).source == str(folder)
+    for name in ("Qwen/Qwen2.5", "./Qwen/Qwen2.5"):
+        assert generated(name, machine(H100), NOTHING).model.source == str(folder)
+    assert NOTHING.asked == []
 
 
 def test_an_id_is_read_from_the_hub(tmp_path: Path) -> None:
     hub = FakeHub({"org/model": write_model(tmp_path / "model", QWEN_7B, GB)})
-    assert read_source("org/model", "main", lambda: hub).source == "org/model"
-    assert hub.asked == [("org/model", "main")]
+    assert generated("org/model", machine(H100), hub, "engine.revision=v2").model.source == "org/model"
+    assert hub.asked == [("org/model", "v2")]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "./none", "/none/none", "~no user/none", "a/b/c", "org/", ""])
 def test_anything_else_is_refused(name: str) -> None:
     with pytest.raises(ModelError, match=r"neither a config .* nor a directory, nor a Hugging Face id"):
-        read_source(name, None, no_hub)
+        generated(name, machine(H100), NOTHING)
+    assert NOTHING.asked == []
