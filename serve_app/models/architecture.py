@@ -24,10 +24,9 @@ class Architecture:
         quantization: Quantisation method of the weights; None: not quantised.
         context: The model's limit for prompt and answer together, in tokens.
         attention_heads: Attention heads, which tensor parallelism divides.
-        kv_heads: Heads with a KV cache; 1 with `latent`.
+        kv_heads: Heads with a KV cache; 1: devices have a full copy each, as of a compressed vector (MLA).
         kv_layers: Layers with a KV cache.
         kv_width: Values that a head of a layer keeps per token.
-        latent: Attention keeps one compressed vector per token (MLA), with a full copy on each device.
         sliding_window: Tokens that some layers attend to; None: all layers attend to the whole context.
         multimodal: Whether the model also takes images or sound.
     """
@@ -40,7 +39,6 @@ class Architecture:
     kv_heads: int
     kv_layers: int
     kv_width: int
-    latent: bool = False
     sliding_window: int | None = None
     multimodal: bool = False
 
@@ -51,7 +49,7 @@ class Architecture:
             value_bytes: Bytes of a value.
             devices: Devices that share the model. Each device has at least one head.
         """
-        heads = 1 if self.latent else max(1, self.kv_heads // devices)
+        heads = max(1, self.kv_heads // devices)
         return int(self.kv_layers * heads * self.kv_width * value_bytes)
 
 
@@ -71,8 +69,8 @@ def read_architecture(config: Mapping[str, Any], source: str) -> Architecture:
     fields = _Fields({**config, **text}, source)
     heads = fields.count("num_attention_heads", "n_head", "num_heads")
     layers = fields.count("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-    latent = fields.optional("kv_lora_rank") is not None
-    if latent:
+    if fields.optional("kv_lora_rank") is not None:
+        # One compressed vector per token (MLA).
         kv_heads = 1
         kv_width = fields.count("kv_lora_rank") + (fields.optional("qk_rope_head_dim") or 0)
     else:
@@ -95,7 +93,6 @@ def read_architecture(config: Mapping[str, Any], source: str) -> Architecture:
         kv_heads=kv_heads,
         kv_layers=_kv_layers(fields, layers),
         kv_width=kv_width,
-        latent=latent,
         sliding_window=_window(fields),
         multimodal=text is not config or "vision_config" in config or "audio_config" in config,
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.cli.main import COMMANDS, saturate
+from serve_app.cli.main import saturate
 from serve_app.system.command_line import run
 from tests.serve_app.cli.services import config, free_port, write
 
@@ -13,7 +13,7 @@ GOAL = ["--goal", "ttft_p99<0.5"]
 LENGTHS = ["--rate", "1", "--input", "10", "--output", "10"]
 
 # vLLM's parser reads the options that `serve` doesn't have, in a process of its own.
-UNKNOWN = {name: [name, "--no-such-option"] for name in COMMANDS if name != "serve"} | {
+UNKNOWN = {name: [name, "--no-such-option"] for name in saturate.commands if name != "serve"} | {
     "keys": ["keys", "list", "--no-such-option"]
 }
 

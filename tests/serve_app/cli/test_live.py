@@ -97,11 +97,12 @@ def test_the_last_picture_stays_while_the_service_is_away(service: FakeService) 
 @pytest.mark.parametrize("status", [401, 429, 503])
 def test_a_service_that_refuses_later_is_told(service: FakeService, status: int) -> None:
     def refuse() -> None:
-        service.answer = lambda path, headers: (status, {"error": {"message": "not now"}})
+        service.answer = lambda path, headers: (status, {"error": {"message": "not\x07now"}})
 
     terminal = Terminal(refuse)
     terminal.watch(service)
     assert f"the service answers {status} (not now)" in " ".join(terminal.frames[-1].split())
+    assert "\x07" not in terminal.frames[-1]
 
 
 def test_a_first_look_that_fails_is_an_error(service: FakeService) -> None:

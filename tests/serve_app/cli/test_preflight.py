@@ -4,11 +4,10 @@ import resource
 import stat
 from pathlib import Path
 
+import click
 import pytest
 
-from serve_app.cli.errors import LaunchError
 from serve_app.cli.preflight import (
-    OPEN_FILES,
     allow_open_files,
     forget_dead_cluster,
     keep_token_private,
@@ -23,10 +22,12 @@ def test_too_few_open_files_for_haproxy_are_an_error(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1024))
     monkeypatch.setattr(resource, "setrlimit", refuse)
-    with pytest.raises(LaunchError, match=r"HAProxy needs 8,292 open files, and 1,024 are allowed here"):
+    with pytest.raises(
+        click.ClickException, match=r"HAProxy needs 8,292 open files, and 1,024 are allowed here"
+    ):
         allow_open_files(12_000)
     # HAProxy has fewer connections then.
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, OPEN_FILES))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 8292))
     allow_open_files(12_000)
 
 
@@ -109,5 +110,7 @@ def test_ray_that_needs_no_new_token_gets_none(tmp_path: Path, environment: dict
 
 def test_a_home_without_a_place_for_the_token_is_an_error(tmp_path: Path) -> None:
     (tmp_path / ".ray").write_text("a file")
-    with pytest.raises(LaunchError, match="auth_token, Ray's token, must be readable by this user only"):
+    with pytest.raises(
+        click.ClickException, match="auth_token, Ray's token, must be readable by this user only"
+    ):
         keep_token_private({}, tmp_path)

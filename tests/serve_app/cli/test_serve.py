@@ -9,8 +9,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 import serve_app.cli.foreground
-from serve_app.cli.serve import serve
-from serve_app.cli.serve_config import read_config
+from serve_app.cli.main import saturate
 from tests import progress
 from tests.serve_app.cli.services import config, write
 from tests.serve_app.models.doubles import L4, QWEN_7B, QWEN_7B_BYTES, FakeHub, machine, write_model
@@ -41,7 +40,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, dict[str, Any]
 
 
 def test_options_reach_the_launcher(launched: list[tuple[Path, dict[str, Any]]]) -> None:
-    assert CliRunner().invoke(serve, ["a.yaml", "--verbose", "--log-format", "json"]).exit_code == 0
+    assert run("a.yaml", "--verbose", "--log-format", "json").exit_code == 0
     assert launched == [(Path("a.yaml"), {"verbose": True, "log_format": "json"})]
 
 
@@ -64,7 +63,7 @@ def texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
 
     def launch(path: Path, **options: Any) -> int:
-        read_config(path)
+        assert run(str(path), "--print-config").exit_code == 0
         found.append(path.read_text())
         return 0
 
@@ -73,7 +72,7 @@ def texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(serve, arguments)
+    return CliRunner().invoke(saturate, ["serve", *arguments])
 
 
 def test_the_demo_is_served_by_default_where_the_environment_says(
@@ -85,6 +84,9 @@ def test_the_demo_is_served_by_default_where_the_environment_says(
     assert texts[0] == texts[1]
     assert "source: saturate://demo" in texts[0]
     assert "host: 0.0.0.0" in texts[0]
+    monkeypatch.setenv("SATURATE_HOST", "")
+    assert run().exit_code == 0
+    assert "host: 127.0.0.1" in texts[2]
 
 
 @pytest.mark.parametrize("name", ["demo", "Qwen/Qwen2.5-7B"])

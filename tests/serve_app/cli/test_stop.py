@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from click.testing import CliRunner, Result
 
+from serve_app.cli.main import saturate
 from serve_app.cli.runs import find_runs
-from serve_app.cli.stop import stop
 from tests.ports import free_port
 from tests.serve_app.cli.launching import Service
 
@@ -13,7 +13,7 @@ Start = Callable[..., Service]
 
 
 def run(*arguments: str) -> Result:
-    result = CliRunner().invoke(stop, arguments)
+    result = CliRunner().invoke(saturate, ["stop", *arguments])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result
 

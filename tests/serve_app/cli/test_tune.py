@@ -17,7 +17,8 @@ import psutil
 import pytest
 from click.testing import CliRunner, Result
 
-from serve_app.cli.tune import measured, tune
+from serve_app.cli.main import saturate
+from serve_app.cli.tune import measured
 from serve_app.client import ServiceError
 from serve_app.system.progress import Progress
 from serve_app.tuning.goals import parse_goals
@@ -50,7 +51,7 @@ def served(**fields: Any) -> Iterator[StreamingServer]:
 
 
 def ask(*arguments: object) -> Result:
-    return CliRunner().invoke(tune, [*map(str, arguments)], standalone_mode=False)
+    return CliRunner().invoke(saturate, ["tune", *map(str, arguments)], standalone_mode=False)
 
 
 def code(result: Result) -> int:

@@ -173,6 +173,10 @@ def test_a_context_that_does_not_fit_is_refused_with_one_that_does() -> None:
     refusal(LLAMA, machine(L4), max_model_len=context + 1024)
 
 
+def test_no_context_is_advised_where_the_weights_do_not_fit() -> None:
+    assert "--max-model-len" not in refusal(BIG_LLAMA, machine(L4), max_model_len=4096)
+
+
 def test_a_quantised_model_is_not_told_to_be_quantised() -> None:
     model = replace(BIG_LLAMA, config=LLAMA_70B | {"quantization_config": {"quant_method": "fp8"}})
     assert "quantised" not in refusal(model, machine(L4))

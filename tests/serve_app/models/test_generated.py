@@ -228,7 +228,8 @@ def test_a_wrong_value_is_refused_before_the_hub_is_asked(models: FakeHub) -> No
 
 def test_the_last_value_counts(models: FakeHub) -> None:
     found = generated("demo", machine(), models, "id=a", "id=b", "batches.max_lines=10", "batches=null")
-    assert (found.model.id, found.settings.batches) == ("b", None)
+    assert (found.model.id, found.deployments[1]["name"]) == ("b", "Engine:b")
+    assert found.settings.batches is None
 
 
 def test_a_value_that_is_set_in_a_config_is_set_in_no_other(models: FakeHub) -> None:
@@ -252,7 +253,8 @@ def test_a_name_stays_text_whatever_yaml_would_take_it_for(id: str, models: Fake
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(80 * 10**9, "80.0 GB"), (1_234_500_000_000, "1,234.5 GB"), (64 << 20, "67.1 MB")]
+    ("count", "text"),
+    [(80 * 10**9, "80.0 GB"), (1_234_500_000_000, "1,234.5 GB"), (10**8, "0.1 GB"), (64 << 20, "67.1 MB")],
 )
 def test_bytes_are_shown_in_a_unit_that_fits(count: int, text: str) -> None:
     found = served(Model("org/model", QWEN_7B, count), machine(memory=4 * 10**12))
