@@ -1,5 +1,6 @@
 """Settings that go into a service that runs, or into a config."""
 
+import json
 import resource
 import stat
 from collections.abc import Callable
@@ -9,10 +10,14 @@ from typing import Any
 import click
 import pytest
 import yaml
+from click.testing import CliRunner
 
 from serve_app.cli.dashboard import Dashboard
-from serve_app.cli.tune_config import RunningConfig, changed, read_config, write_config
+from serve_app.cli.main import saturate
+from serve_app.cli.tune_config import RunningConfig
+from serve_app.settings.user_config import parse_user_config
 from serve_app.tuning.tuner import TunedSettings
+from tests.serve_app.tuning.test_load import GUIDELLM
 
 URL = "http://127.0.0.1:8000"
 
@@ -61,8 +66,10 @@ async def test_settings_are_applied_when_every_replica_has_them() -> None:
     await RunningConfig(URL, dashboard, look_s=0.0).apply("m", CHOICE)
     assert dashboard.states == [("DEPLOYING", "")]
     (config,) = dashboard.deployed
-    assert config == changed(dashboard.config(), "m", CHOICE)
-    assert config["applications"][1] == dashboard.config()["applications"][1]
+    engine = {"name": "Engine:m", "user_config": {"batcher": CHOICE.batcher}}
+    app, other = config["applications"]
+    assert app == APP | {"deployments": [engine]}
+    assert other == dashboard.config()["applications"][1]
 
 
 @pytest.mark.parametrize(
@@ -88,6 +95,70 @@ def test_a_service_on_this_machine_is_found_by_its_port(dashboard: Play) -> None
         RunningConfig("http://localhost:83")
 
 
+# A config
+
+TUNED = {"max_queue_size": 60, "goals": {"ttft_p99_s": 5.0}}
+"""Settings for the load of the report that holds: 16 clients, 8 requests per second."""
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("reports") / "guide.json"
+    path.write_text(json.dumps(GUIDELLM))
+    return path
+
+
+def error_of(report: Path, config: Path, model: str = "m") -> str:
+    """Put the settings of a report into a config with `saturate tune --write`; return the error, or ""."""
+    words = ["tune", "--goal", "ttft_p99<5", "--model", model, "--from", report, "--write", config]
+    result = CliRunner().invoke(saturate, [*map(str, words)], standalone_mode=False)
+    if result.exception is None:
+        assert result.return_value == 0
+        return ""
+    assert isinstance(result.exception, click.ClickException), result.exception
+    return result.exception.message.removeprefix(f"--write {config}: ")
+
+
+def written(report: Path, config: Path, **deployment: Any) -> tuple[Any, list[Any]]:
+    """Return the args and the deployments of a config with the settings.
+
+    Args:
+        report: The report.
+        config: The file.
+        deployment: The deployment of the model; none: the config has no deployments.
+    """
+    deployments = [{"name": "Ingress"}, {"name": "Engine:m", **deployment}] if deployment else None
+    config.write_text(yaml.safe_dump({"applications": [APP | {"deployments": deployments}]}))
+    assert error_of(report, config) == ""
+    (app,) = yaml.safe_load(config.read_text())["applications"]
+    return app["args"], app["deployments"]
+
+
+def test_settings_go_where_they_restart_nothing(report: Path, tmp_path: Path) -> None:
+    user_config = {"batcher": {"capacity_tokens": 9}}
+    args, (ingress, engine) = written(report, tmp_path / "c.yaml", user_config=user_config)
+    assert (args, ingress) == (APP["args"], {"name": "Ingress"})
+    assert engine == {"name": "Engine:m", "user_config": {"batcher": {"capacity_tokens": 9, **TUNED}}}
+    parse_user_config(engine["user_config"])
+
+
+def test_the_target_of_the_scaling_changes(report: Path, tmp_path: Path) -> None:
+    scaling = {"max_replicas": 4, "target_ongoing_requests": 2}
+    _, (_, engine) = written(report, tmp_path / "c.yaml", autoscaling_config=scaling)
+    # A little below the 16 clients.
+    assert engine["autoscaling_config"] == {"max_replicas": 4, "target_ongoing_requests": 14}
+    # A policy has a target of its own.
+    scaling = {"max_replicas": 4, "policy": {"policy_function": "x:Y"}}
+    _, (_, engine) = written(report, tmp_path / "c.yaml", autoscaling_config=scaling)
+    assert engine["autoscaling_config"] == scaling
+
+
+def test_a_model_without_a_deployment_gets_one(report: Path, tmp_path: Path) -> None:
+    # The key `deployments` is there, without a value.
+    _, deployments = written(report, tmp_path / "c.yaml")
+    assert deployments == [{"name": "Engine:m", "user_config": {"batcher": TUNED}}]
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -98,13 +169,14 @@ def test_a_service_on_this_machine_is_found_by_its_port(dashboard: Play) -> None
         ("applications: [{args: {models: m}}]", "no application has a list args.models with a model"),
     ],
 )
-def test_a_file_that_is_no_config_is_told(content: str | bytes, said: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_config_is_told(
+    content: str | bytes, said: str, report: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "config.yaml"
     path.write_bytes(content.encode() if isinstance(content, str) else content)
-    with pytest.raises(click.UsageError) as told:
-        read_config(path)
-    assert told.value.message.startswith(f"--write {path}: {said}")
-    assert "\n" not in told.value.message
+    message = error_of(report, path)
+    assert message.startswith(said)
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize(
@@ -122,52 +194,45 @@ def test_a_file_that_is_no_config_is_told(content: str | bytes, said: str, tmp_p
         ),
     ],
 )
-def test_a_config_of_another_form_is_told_and_stays(app: str, said: str, tmp_path: Path) -> None:
+def test_a_config_of_another_form_is_told_and_stays(
+    app: str, said: str, report: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(f"applications: [{{{app}}}]")
-    with pytest.raises(click.ClickException) as told:
-        write_config(path, "m", CHOICE)
-    assert told.value.message == f"--write {path}: {said}"
+    assert error_of(report, path) == said
     assert path.read_text() == f"applications: [{{{app}}}]"
 
 
-@pytest.mark.parametrize(("name", "said"), [("nowhere.yaml", "No such file"), (".", "Is a directory")])
-def test_a_config_that_cannot_be_read_is_told(name: str, said: str, tmp_path: Path) -> None:
-    with pytest.raises(click.UsageError, match=f"--write .*: {said}"):
-        read_config(tmp_path / name)
-
-
-def test_a_config_gets_the_settings_and_keeps_its_permissions(tmp_path: Path) -> None:
+def test_a_config_gets_the_settings_and_keeps_its_permissions(report: Path, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     # The text of an editor on Windows, with a secret.
     path.write_bytes(f"# große Änderung\r\n{yaml.safe_dump({'applications': [APP]})}".encode())
     path.chmod(0o600)
-    write_config(path, "m", CHOICE)
+    assert error_of(report, path) == ""
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert "# große Änderung" in path.read_text()
     (engine,) = yaml.safe_load(path.read_text())["applications"][0]["deployments"]
-    assert engine == {"name": "Engine:m", "user_config": {"batcher": CHOICE.batcher}}
+    assert engine == {"name": "Engine:m", "user_config": {"batcher": TUNED}}
 
 
-def test_a_config_keeps_its_text_in_any_language(tmp_path: Path) -> None:
+def test_a_config_keeps_its_text_in_any_language(report: Path, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("applications: [{name: größer, args: {models: [{source: 模型/m}]}}]", encoding="utf-8")
-    write_config(path, "模型/m", CHOICE)
+    assert error_of(report, path, "模型/m") == ""
     written = path.read_text(encoding="utf-8")
     assert "größer" in written
     assert "Engine:模型/m" in written
 
 
-def test_a_config_stays_as_it_is_if_the_new_one_does_not_fit(tmp_path: Path) -> None:
+def test_a_config_stays_as_it_is_if_the_new_one_does_not_fit(report: Path, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({"applications": [APP]}))
     before = path.read_text()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before.encode()), limits[1]))
     try:
-        with pytest.raises(click.ClickException, match=r"--write .*config\.yaml: File too large"):
-            write_config(path, "m", CHOICE)
+        message = error_of(report, path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert path.read_text() == before
+    assert (message, path.read_text()) == ("File too large", before)
     assert [each.name for each in tmp_path.iterdir()] == ["config.yaml"]

@@ -3,27 +3,17 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from serve_app.demo import questions
-from serve_app.demo.questions import Question
 
 
 def test_there_are_20000_different_questions() -> None:
     assert len(set(questions.all_questions())) == 20_000
 
 
-@pytest.mark.parametrize(
-    ("question", "prompt", "answer"),
-    [
-        (Question(47, "+", 28), "What is 47+28?", "75"),
-        (Question(12, "-", 40), "What is 12-40?", "-28"),
-        (Question(99, "+", 99), "What is 99+99?", "198"),
-        (Question(0, "-", 0), "What is 0-0?", "0"),
-    ],
-)
-def test_the_prompt_and_the_answer_of_a_question(question: Question, prompt: str, answer: str) -> None:
-    assert (question.prompt, question.answer) == (prompt, answer)
+def test_the_prompt_and_the_answer_of_a_question() -> None:
+    answers = {question.prompt: question.answer for question in questions.all_questions()}
+    expected = {"What is 47+28?": "75", "What is 12-40?": "-28", "What is 99+99?": "198", "What is 0-0?": "0"}
+    assert answers.items() >= expected.items()
 
 
 def test_the_file_is_what_the_module_writes(tmp_path: Path) -> None:
