@@ -157,7 +157,8 @@ def test_a_list_as_json_is_that_of_the_route(file: Path) -> None:
 
 @pytest.mark.parametrize("old", [True, False])
 def test_a_right_file_passes_with_warnings(old: bool, file: Path) -> None:
-    made = [invoke("new", "--name", "late", "--tenant", "x") for _ in range(2)]
+    valid = ["--name", "late", "--tenant", "x", "--expires", "2099-01-31"]
+    made = [invoke("new", *valid) for _ in range(2)]
     entries, secrets = [done.stdout for done in made], [done.stderr.split()[-1] for done in made]
     # A key has two secrets, and one of them is in the file. Another text is like a key.
     notes = f"# {secrets[not old]}\n# sk-{'x' * 43}\n"

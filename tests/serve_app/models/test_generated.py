@@ -33,6 +33,7 @@ from tests.serve_app.models.doubles import (
     QWEN_7B_BYTES,
     FakeHub,
     Model,
+    Served,
     generated,
     machine,
     served,
@@ -278,19 +279,24 @@ def test_a_directory_is_named_by_its_path(name: str, id: str, tmp_path: Path, mo
     assert (found.id, found.source) == (id, str(folder))
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    folder = write_model(tmp_path_factory.mktemp("plain") / "m", QWEN_7B, QWEN_7B_BYTES)
+    return generated(str(folder), machine(L4), FakeHub({}))
+
+
 @given(
     st.text("aé模😀 \n\t\"'#:%&*{}[],~._\\-", min_size=1, max_size=60).filter(lambda name: name.strip("."))
 )
-def test_a_directory_of_any_name_changes_nothing_else(name: str) -> None:
+def test_a_directory_of_any_name_changes_nothing_but_source_and_id(plain: Served, name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = write_model(Path(folder).resolve() / name, QWEN_7B, QWEN_7B_BYTES)
-        text = generated(str(path), machine(L4), FakeHub({}), "id=m").content
-        # The name that it gets without an `id` is one that a config takes.
-        generated(str(path), machine(L4), FakeHub({}))
-        plain = write_model(Path(folder) / "plain/model", QWEN_7B, QWEN_7B_BYTES)
-        expected = generated(str(plain), machine(L4), FakeHub({}), "id=m").content
-    expected["applications"][0]["args"]["models"][0]["source"] = str(path)
-    assert text == expected
+        found = generated(str(path), machine(L4), FakeHub({}))
+    id, (app, *_) = found.model.id, (expected := plain.content)["applications"]
+    app["args"]["models"][0] |= {"id": id, "source": str(path)}
+    app["args"]["batches"]["folder"] = f"~/.local/share/saturate/{id}"
+    app["deployments"][1]["name"] = f"Engine:{id}"
+    assert found.content == expected
 
 
 def write(names: Sequence[str]) -> Iterator[Path]:
