@@ -35,9 +35,10 @@ class Meters:
         Args:
             metric: The metric.
             value: Increment of a counter, above 0; value of a gauge; observation of a histogram.
-            labels: Values of the metric's labels, in their order.
+            labels: Values of the metric's labels, in their order. Ray takes ASCII alone: other characters
+                are escaped.
         """
-        self._records[metric.name](value, dict(zip(metric.labels, labels, strict=True)))
+        self._records[metric.name](value, dict(zip(metric.labels, map(_escaped, labels), strict=True)))
 
     def count(self, metric: Metric, total: float, *labels: str) -> None:
         """Raise a counter to a total that is counted elsewhere."""
@@ -57,3 +58,7 @@ class Meters:
         for record in self._records.values():
             if isinstance(record, Histogram):
                 record.report()
+
+
+def _escaped(label: str) -> str:
+    return label if label.isascii() else label.encode("ascii", "backslashreplace").decode()

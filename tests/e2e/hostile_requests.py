@@ -58,7 +58,7 @@ FAIL_IN_ENGINE: list[tuple[str, JSON]] = [
     ),
     ("/v1/chat/completions", {"structured_outputs": {"json": _LONG | {"items": _LONG}}}),
     ("/v1/chat/completions/batch", {"top_k": 2**64}),
-    ("/v1/responses", {"background": None, "stream": True}),
+    ("/v1/chat/completions", {"structured_outputs": {"json_object": False}}),
 ]
 """Values that vLLM finds wrong only after the request was admitted."""
 

@@ -27,13 +27,13 @@ from tests.e2e.service import Service
 from tests.e2e.waiting import wait_until_idle
 from tests.progress import ANSWER_S
 
-SHORT, LONG = 200, 50_000
+SHORT, LONG = 200, 10_000
 """Requests of the two forms."""
 
 AT_ONCE = 10
 """Requests that are sent at once."""
 
-HOSTILE_SHORT, HOSTILE_LONG = 200, 20_000
+HOSTILE_SHORT, HOSTILE_LONG = 200, 5_000
 """Requests with hostile values, of the two forms."""
 
 SEED = 17

@@ -334,7 +334,12 @@ class GatedLLM(CountedLLM):
         job.constrained = True
         if outputs.all_constraints_none():
             return
-        kind, text = get_structured_output_key(outputs)
+        try:
+            kind, text = get_structured_output_key(outputs)
+        except ValueError:
+            field = "structured_outputs.json_object"
+            message = f"{field}: false states no grammar; leave it out"
+            raise refused(RequestError(400, "invalid_request_error", message, param=field)) from None
         if kind is StructuredOutputOptions.JSON_OBJECT:
             return
         name = kind.name.lower()

@@ -19,6 +19,8 @@ class Instruments:
     def make(self, metric: Metric) -> Instrument:
         def record(value: float, labels: dict[str, str]) -> None:
             assert tuple(labels) == metric.labels
+            # Ray refuses other labels.
+            assert "".join(labels.values()).isascii()
             if metric.kind == "counter":
                 # Ray refuses anything else.
                 assert value > 0

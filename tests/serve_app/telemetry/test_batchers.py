@@ -51,6 +51,17 @@ async def test_the_window_of_a_continuous_batcher() -> None:
         assert metrics.total(catalogue.TENANT_WAIT, "m", "default") == 8.0
 
 
+async def test_a_tenant_by_any_name_is_counted_and_so_are_the_others() -> None:
+    async with ContinuousBatcher(capacity=100, clock=Clock()) as batcher:
+        metrics, report = reporting(batcher)
+        for tenant in ("è\ud800", "a"):
+            async with batcher.slot(10, tenant=tenant):
+                pass
+        report()
+    assert metrics.total(catalogue.TENANT_RECORDS, "m", "\\xe8\\ud800") == 1
+    assert metrics.total(catalogue.TENANT_RECORDS, "m", "a") == 1
+
+
 async def test_rows_that_run_are_counted() -> None:
     async with ContinuousBatcher(capacity=100, background=1, clock=Clock()) as batcher:
         metrics, report = reporting(batcher)

@@ -172,6 +172,7 @@ async def test_a_prompt_whose_adapter_changed_while_it_waited_is_a_404(change: s
     ("outputs", "refusal"),
     [
         ({"regex": "("}, (400, "structured_outputs.regex")),
+        ({"json_object": False}, (400, "structured_outputs.json_object")),
         ({"choice": ["a", "b"]}, None),
         ({"json_object": True}, None),
     ],
