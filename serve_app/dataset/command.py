@@ -5,7 +5,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ from serve_app.dataset.run import Drive, call_fields
 from serve_app.dataset.stats import RowService, RunStats
 from serve_app.rows.errors import RunError
 from serve_app.rows.http import HTTPClient
-from serve_app.system.command_line import INTERRUPTED, USAGE, run
+from serve_app.system.command_line import INTERRUPTED, USAGE
 from serve_app.telemetry import catalogue
 
 if TYPE_CHECKING:
@@ -45,11 +45,6 @@ FAILED, SOME_FAILED, DISK_FAILED = 1, 3, 4
 
 SHOW_S = 0.5
 """Seconds between two looks at the progress."""
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line."""
-    run(batch, arguments)
 
 
 @click.command(

@@ -3,17 +3,17 @@
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from serve_app.dataset.api import RUN, APIRun
-from serve_app.dataset.command import main
-from serve_app.dataset.errors import CommandError
+from serve_app.dataset.api import APIRun
 from serve_app.rows.errors import RunError
 from tests.fakes.service import Reply, serving
+from tests.serve_app.dataset import command_line
 from tests.serve_app.dataset.batch_site import batch_site
 from tests.serve_app.jobs.helpers import row, text_of
 
@@ -41,10 +41,7 @@ def write(path: Path, *ids: str) -> Path:
     return path
 
 
-def batch(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(["--api", *map(str, arguments)])
-    return int(ended.value.code or 0)
+batch = partial(command_line.batch, "--api")
 
 
 def ids(path: Path) -> set[str]:
@@ -61,6 +58,32 @@ def test_a_file_is_uploaded_run_and_downloaded(
     printed = capsys.readouterr()
     assert printed.out == f"completed: 2 of 2 rows are in {output}\n"
     assert "completed, 2/2 rows" in printed.err
+
+
+def test_the_options_of_the_batch_api_are_taken(
+    url: str, requests: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KEY", "none")
+    assert batch(requests, "--url", url, "--quiet") == 0
+    options = [f"--{name}-timeout=7" for name in ("connect", "read", "write", "pool")]
+    options += ["--api-key-env=KEY", "--window=2h", "--retries=7", "--overwrite", "--quiet"]
+    assert batch(requests, "--url", url, *options) == 0
+    assert made(url) == [2, 2]
+    asked = httpx.get(f"{url}/v1/batches", headers={"authorization": "Bearer none"}).json()["data"]
+    assert [one["completion_window"] for one in asked] == ["2h", "24h"]
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_service_is_on_this_machine_unless_another_is_named(
+    requests: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(_: httpx.HTTPTransport, request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError(f"refused by {request.url.netloc.decode()}")
+
+    monkeypatch.setattr(httpx.HTTPTransport, "handle_request", refuse)
+    for url, host in (([], "127.0.0.1:8000"), (["--url", "http://other"], "other")):
+        assert batch(requests, *url, "--retries", 0) == 1
+        assert f"refused by {host})" in capsys.readouterr().err
 
 
 def test_failed_rows_are_in_a_file_of_their_own(url: str, tmp_path: Path) -> None:
@@ -174,7 +197,7 @@ def test_a_service_that_comes_back_is_waited_for(url: str, requests: Path) -> No
     calls = Calls(lambda _, count: (503, "before")[count - 1] if count <= 2 else None)
     batch = run_of(requests, url, calls, retries=2).run()
     assert batch["request_counts"]["completed"] == 2
-    assert batch["metadata"].keys() == {RUN}
+    assert batch["metadata"].keys() == {"saturate_run"}
 
 
 def test_a_service_that_stays_away_is_given_up(url: str, requests: Path) -> None:
@@ -212,7 +235,7 @@ def test_a_200_of_something_else_is_one_line(
     ("path", "body"),
     [
         ("/v1/batches", {"data": 5}),
-        ("/v1/batches", {"data": [5, {}, {"metadata": 5}, {"metadata": {RUN: "x"}}]}),
+        ("/v1/batches", {"data": [5, {}, {"metadata": 5}, {"metadata": {"saturate_run": "x"}}]}),
         ("/v1/batches", ["x"]),
     ],
 )
@@ -231,7 +254,9 @@ def test_a_list_of_something_else_is_no_batch(url: str, requests: Path, path: st
             run.run()
 
 
-def test_an_interrupted_run_goes_on_with_its_batch(url: str, requests: Path) -> None:
+def test_an_interrupted_run_goes_on_with_its_batch(
+    url: str, requests: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupt(_: float) -> None:
         raise KeyboardInterrupt
 
@@ -249,8 +274,8 @@ def test_an_interrupted_run_goes_on_with_its_batch(url: str, requests: Path) -> 
     # A run that is complete is downloaded again, and an input that has changed is refused.
     assert run_of(requests, url, Calls(lambda *_: None)).run()["id"] == id
     write(requests, "c")
-    with pytest.raises(CommandError, match="not the file of the batch"):
-        run_of(requests, url, calls).run()
+    assert batch(requests, "--url", url) == 2
+    assert "not the file of the batch" in capsys.readouterr().err
     again = run_of(requests, url, calls, overwrite=True)
     assert again.run()["id"] != id
     assert ids(again.output) == {"c"}

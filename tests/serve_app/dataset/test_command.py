@@ -1,8 +1,11 @@
 """The command `saturate batch`: its output, messages and exit codes, and how it resumes."""
 
+import gzip
+import io
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -15,9 +18,9 @@ import pytest
 
 from serve_app.api.protocol import JSON
 from serve_app.client import Backoff
-from serve_app.dataset.command import main
 from tests.fakes.disk import failing_sync, full, small_files
 from tests.progress import STILL_S, run, wait_until
+from tests.serve_app.dataset.command_line import batch
 from tests.serve_app.dataset.fake import FakeService, failure, listening
 
 LIMIT_S = STILL_S
@@ -44,13 +47,6 @@ def write(path: Path, count: int) -> Path:
     return path
 
 
-def batch(*arguments: object) -> int:
-    """Run the command in this process and return its exit code."""
-    with pytest.raises(SystemExit) as ended:
-        main([str(argument) for argument in arguments])
-    return int(ended.value.code or 0)
-
-
 def start(*arguments: object, shell: str = ":") -> "subprocess.Popen[str]":
     """Start the command, behind a command of the shell."""
     return subprocess.Popen(
@@ -71,6 +67,13 @@ def rows(path: Path) -> list[JSON]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def shown(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """Return the table that a run has printed, by the names of its lines."""
+    return dict(
+        re.split("  +", line, maxsplit=1) for line in capsys.readouterr().out.splitlines() if line[0] != " "
+    )
+
+
 @pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
 def test_a_run(
     tmp_path: Path, questions: Path, url: str, name: str, capsys: pytest.CaptureFixture[str]
@@ -82,8 +85,12 @@ def test_a_run(
     assert [row["result"] for row in done] == [f"P{n}" for n in range(100)]
     assert done[5]["error"] is None
     assert done[5]["completion_tokens"] == 2
-    printed = capsys.readouterr().out
-    assert "100: 100 with a result, 0 failed" in printed
+    printed = shown(capsys)
+    assert printed["rows"] == "100: 100 with a result, 0 failed"
+    assert printed["tokens"] == "290 in, 290 out"
+    assert re.fullmatch(r"100 answered, 0 rows sent again; p50 .*, p90 .*, p99 .*", printed["calls"])
+    assert "batcher" not in printed
+    assert "this run" not in printed
     report = json.loads((tmp_path / f"{name}.report.json").read_text())
     assert report["outcome"] == "complete"
     assert report["this_run"]["calls"] == 100
@@ -99,11 +106,17 @@ def test_a_run(
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
 def test_failed_rows_are_in_the_output_and_set_the_exit_code(
-    tmp_path: Path, questions: Path, url: str, service: FakeService, name: str
+    tmp_path: Path,
+    questions: Path,
+    url: str,
+    service: FakeService,
+    name: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     service.refuses = {"p7": "too long"}
     assert batch(questions, tmp_path / name, "--url", url) == 3
     done = rows(tmp_path / name)
+    assert "  invalid_request_error  1\n" in re.sub(" +", "  ", capsys.readouterr().out)
     assert [row["row"] for row in done if row["error"]] == [7]
     assert done[7]["error"] == {"type": "invalid_request_error", "message": "too long"}
     assert done[7]["result"] is None
@@ -128,6 +141,7 @@ def test_each_row_in_flight_has_a_connection(
 
 
 def test_options_reach_the_service(tmp_path: Path, questions: Path, url: str, service: FakeService) -> None:
+    (tmp_path / "question.jinja").write_text("{{ id }}?")
     options = [
         "--max-tokens",
         9,
@@ -140,18 +154,15 @@ def test_options_reach_the_service(tmp_path: Path, questions: Path, url: str, se
         "--model",
         "m",
     ]
-    options += ["--service-tier", "default", "--limit", 3, "--template", "{{ id }}?", "--id-column", "prompt"]
+    options += ["--service-tier", "default", "--limit", 3, "--id-column", "prompt"]
+    options += ["--template", f"@{tmp_path}/question.jinja"]
     assert batch(questions, tmp_path / "out.jsonl", "--url", url, *options) == 0
     assert sorted(call["prompts"] for call in service.calls) == [["q0?"], ["q1?"], ["q2?"]]
     call = service.calls[0]
-    expected = {
-        "max_tokens": 9,
-        "temperature": 0,
-        "stop": ["a", "b"],
-        "model": "m",
-        "service_tier": "default",
-    }
-    assert {name: call[name] for name in expected} == expected
+    shared = {"service_tier": "default", "partial": True, "details": True}
+    sampling = {"max_tokens": 9, "temperature": 0, "stop": ["a", "b"]}
+    left = {name: call[name] for name in call.keys() - {"prompts", "task_id"}}
+    assert left == {"model": "m", **sampling, **shared}
     assert [row["id"] for row in rows(tmp_path / "out.jsonl")] == ["p0", "p1", "p2"]
 
 
@@ -279,7 +290,9 @@ def test_a_service_that_does_not_answer_ends_the_run_with_exit_code_1(
     said = capsys.readouterr().err
     assert "gave up after" in said
     assert "run the same command again" in said
-    assert json.loads((tmp_path / "out.jsonl.report.json").read_text())["outcome"] == "failed"
+    report = json.loads((tmp_path / "out.jsonl.report.json").read_text())
+    assert report["outcome"] == "failed"
+    assert report["message"].startswith("gave up after 1 try of a row")
     assert batch(questions, tmp_path / "out.jsonl", "--url", url) == 0
     assert len(rows(tmp_path / "out.jsonl")) == 100
 
@@ -313,7 +326,7 @@ def test_changed_options_or_input_need_overwrite_or_resume(
 
 
 def test_speed_options_may_change_between_runs(
-    tmp_path: Path, questions: Path, url: str, service: FakeService
+    tmp_path: Path, questions: Path, url: str, service: FakeService, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.jsonl"
     service.trouble = lambda body: failure(400) if len(service.calls) > 20 else None
@@ -321,6 +334,8 @@ def test_speed_options_may_change_between_runs(
     assert len(rows(out)) == 20
     service.trouble = lambda body: None
     assert batch(questions, out, "--url", f"{url}/", "--retries", 1) == 0
+    assert shown(capsys)["this run"] == "80 rows; 20 were done before"
+    assert json.loads((tmp_path / "out.jsonl.report.json").read_text())["rows_before"] == 20
     assert [row["row"] for row in rows(out)] == list(range(100))
     assert set(service.served.values()) == {1}
 
@@ -464,7 +479,7 @@ def test_a_terminal_shows_a_progress_bar(
 
 
 def test_utilization_covers_this_run_only(
-    tmp_path: Path, questions: Path, url: str, service: FakeService
+    tmp_path: Path, questions: Path, url: str, service: FakeService, capsys: pytest.CaptureFixture[str]
 ) -> None:
     busy = {"busy_time_s": 100.0, "idle_time_s": 900.0, "running": 1, "queue_depth": 0}
     service.replicas = [{"replica": "a", "batcher": busy}]
@@ -477,6 +492,23 @@ def test_utilization_covers_this_run_only(
     assert batch(questions, tmp_path / "out.jsonl", "--url", url) == 0
     report = json.loads((tmp_path / "out.jsonl.report.json").read_text())
     assert report["this_run"]["utilization"] == 0.9
+    assert shown(capsys)["batcher"] == "90.0% of the time busy"
+
+
+def test_the_table_of_a_run_without_rows_leaves_rates_out(
+    tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert batch(write(tmp_path / "in.jsonl", 0), tmp_path / "out.jsonl", "--url", url) == 0
+    assert shown(capsys).keys() == {"rows", "time", "output"}
+
+
+def test_a_report_that_can_not_be_written_is_told(
+    tmp_path: Path, questions: Path, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "no" / "report.json"
+    assert batch(questions, tmp_path / "out.jsonl", "--url", url, "--report", report) == 1
+    assert f"error: --report {report}: there is no folder" in capsys.readouterr().err
+    assert len(rows(tmp_path / "out.jsonl")) == 100
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
@@ -570,6 +602,19 @@ def test_a_disk_that_fails_at_the_end(
     assert len(service.calls) == calls
 
 
+def test_a_report_that_can_not_be_replaced_stays_and_leaves_no_draft(
+    tmp_path: Path, questions: Path, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert batch(questions, tmp_path / "out.jsonl", "--url", url) == 0
+    report = tmp_path / "out.jsonl.report.json"
+    before = report.read_bytes()
+    with failing_sync(tmp_path / f"{report.name}.draft"):
+        assert batch(questions, tmp_path / "out.jsonl", "--url", url, "--overwrite") == 4
+    assert f"{report.name}: Input/output error" in capsys.readouterr().err
+    assert report.read_bytes() == before
+    assert not list(tmp_path.glob("*.draft"))
+
+
 def test_a_disk_that_is_full_from_the_beginning(
     tmp_path: Path, questions: Path, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -628,40 +673,61 @@ def test_a_real_disk_that_is_full(
 # A broken file among good ones
 
 
-def test_a_broken_file_stops_before_a_row_is_sent(
-    tmp_path: Path, url: str, service: FakeService, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.csv", "a.parquet"])
+def test_storage_that_fails_is_not_taken_for_a_broken_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Another try may succeed: exit code 1."""
+    text = b'{"prompt": "a"}\n'
     (tmp_path / "in").mkdir()
-    write(tmp_path / "in" / "a.jsonl", 200)
-    (tmp_path / "in" / "b.csv").write_text('prompt\na\n"b\n')
-    assert batch(tmp_path / "in", tmp_path / "out.jsonl", "--url", url) == 2
-    assert capsys.readouterr().err == "error: b.csv, line 3: unexpected end of data\n"
-    assert service.calls == []
+    (tmp_path / "in" / name).write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
+
+    class Gone(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            raise OSError("the network is gone")
+
+    gone = lambda *_, **__: Gone(text)  # noqa: E731
+    monkeypatch.setattr("fsspec.implementations.local.LocalFileSystem._open", gone)
+    assert batch(tmp_path / "in", tmp_path / "out.jsonl", "--url", "http://127.0.0.1:9") == 1
+    assert f"{name}: the network is gone" in capsys.readouterr().err
 
 
 # Forms of the input
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("in.csv", "prompt,prompt\na,b\n", "2 columns have the name 'prompt'"),
-        ("in.csv", "id;prompt\n1;a\n", "say --separator ';'"),
-        ("in.json", '{\n  "prompt": "a"\n}\n', "a JSON value over several lines"),
-        ("in.parquet", "nothing", "not a readable Parquet file"),
-    ],
-)
+WRONG: dict[str, tuple[bytes, str]] = {
+    "object.json": (
+        b'{\n "data": []\n}\n',
+        "a JSON value over several lines; write one object a line, or a l",
+    ),
+    "twice.csv": (b"prompt,id,prompt\na,1,b\n", "line 1: 2 columns have the name 'prompt'"),
+    "semicolon.csv": (b"id;prompt\n1;a\n", "if ';' separates columns, say --separator ';'"),
+    "tab.csv": (b"id\tprompt\n1\ta\n", "say --separator '\\t'"),
+    "header.csv": (b'id,"prompt\n1,a\n', "line 1: unexpected end of data"),
+    "bytes.csv": (b"id,\xff\n1,a\n", "line 1: not UTF-8"),
+    "gzip.jsonl": (gzip.compress(b'{"prompt": "a"}\n'), "compressed with gzip: end its name in .gz"),
+    "utf16.csv": ("id,prompt\n".encode("utf-16"), "UTF-16: convert it to UTF-8"),
+    "zip.csv": (b"PK\x03\x04", "a zip archive: unpack it"),
+    "parquet.jsonl": (b"PAR1", "say --input-format parquet"),
+    "text.parquet": (b"nothing", "not a readable Parquet file"),
+    "last.csv": (b'prompt\na\n"b\n', "line 3: unexpected end of data"),
+    "last.jsonl": (b'{"prompt": "a"}\n{', "line 2: not valid JSON"),
+    "last.json": (b'[{"prompt": "a"}, 5]', "element 2: must be a JSON object"),
+    "last.jsonl.gz": (gzip.compress(b'{"prompt": "a"}\n')[:-8], "Compressed file"),
+}
+"""Files that are no dataset, or are broken at their end, and why."""
+
+
+@pytest.mark.parametrize("name", WRONG)
 def test_a_file_that_is_no_dataset_is_told_before_a_row_is_sent(
-    tmp_path: Path,
-    url: str,
-    service: FakeService,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
-    content: str,
-    message: str,
+    tmp_path: Path, url: str, service: FakeService, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    (tmp_path / name).write_text(content)
-    assert batch(tmp_path / name, tmp_path / "out.jsonl", "--url", url) == 2
+    content, message = WRONG[name]
+    (tmp_path / "in").mkdir()
+    write(tmp_path / "in" / "a.jsonl", 200)
+    (tmp_path / "in" / name).write_bytes(content)
+    write(tmp_path / "in" / "zz.jsonl", 1)
+    assert batch(tmp_path / "in", tmp_path / "out.jsonl", "--url", url) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"error: {name}")
     assert message in said

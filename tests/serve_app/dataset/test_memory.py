@@ -14,8 +14,8 @@ MOST_MIB = 12.0
 SCRIPT = """
 import asyncio, json, sys
 from pathlib import Path
+from serve_app.dataset import Prompter
 from serve_app.dataset.output import Output
-from serve_app.dataset.prompts import Prompter
 from serve_app.dataset.readers import open_source
 from serve_app.dataset.run import Drive
 from serve_app.rows.rows import RowAnswer

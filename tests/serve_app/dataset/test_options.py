@@ -2,39 +2,16 @@
 
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 
 import click
 import pytest
 
-from serve_app.api.protocol import SamplingFields
-from serve_app.dataset.command import main
-from serve_app.dataset.options import (
-    ARGUMENTS,
-    DEFAULT_URL,
-    GROUPS,
-    SAMPLING,
-    GroupedCommand,
-    chosen,
-    sampling_fields,
-)
-from serve_app.rows.errors import RunError
+from serve_app.cli.main import saturate
+from tests.serve_app.dataset.command_line import batch
 
-OPTIONS = list(chain.from_iterable(GROUPS.values()))
+COMMAND = saturate.commands["batch"].make_context("batch", ["in.jsonl", "out.jsonl"]).command
+OPTIONS = [option for option in COMMAND.params if isinstance(option, click.Option)]
 TEXTS = [option.opts[0] for option in OPTIONS if isinstance(option.type, click.types.StringParamType)]
-
-
-def options(*arguments: str) -> SimpleNamespace:
-    """Return the options of a command line that begins with an input and an output."""
-    command = GroupedCommand(name="batch", groups=GROUPS, params=ARGUMENTS)
-    return chosen(command.make_context("batch", ["in.jsonl", "out.jsonl", *arguments]).params)
-
-
-def batch(*arguments: object) -> int:
-    """Run the command in this process and return its exit code."""
-    with pytest.raises(SystemExit) as ended:
-        main([str(argument) for argument in arguments])
-    return int(ended.value.code or 0)
 
 
 @pytest.fixture
@@ -66,11 +43,17 @@ def test_help_has_each_option_once_in_its_group(capsys: pytest.CaptureFixture[st
             group = line.removesuffix(":")
         elif line.startswith("  --"):
             found.append((group, line.split()[0].rstrip(",")))
-    expected = [(group, option.opts[0]) for group, members in GROUPS.items() for option in members]
-    assert found == [*expected, ("Other options", "--help")]
+    assert [name for _, name in found] == [*(option.opts[0] for option in OPTIONS), "--help"]
+    assert {("Service", "--url"), ("Batch API", "--window"), ("Other options", "--help")} <= set(found)
 
 
 # Values
+
+OF_DATASETS = [
+    *(["--model", "demo"], ["--limit", "1"], ["--chat"], ["--stop", "x"]),
+    *([f"--{name}", "0"] for name in ("temperature", "seed", "min-tokens", "top-k", "presence-penalty")),
+]
+"""Options that do not go with the batch API; a value may be 0."""
 
 
 @pytest.mark.parametrize(
@@ -105,78 +88,33 @@ def test_a_text_that_is_not_utf_8_is_told_with_its_option(
     assert f"error: {option}: must be UTF-8 text, not 'caf\\udce9'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--url", "--app", "--model"])
-def test_a_service_is_not_named_by_an_empty_text(option: str) -> None:
-    # As from a variable of the shell that is not set: the rows would go to the default service.
-    with pytest.raises(click.UsageError, match=f"{option}: the value is empty"):
-        options(option, "")
-
-
-def test_the_service_is_on_this_machine_unless_another_is_named() -> None:
-    assert options().url == DEFAULT_URL
-    assert options("--url", "http://other").url == "http://other"
-    assert options("--app", "llm", "--model", "m").url is None
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        # As from a variable of the shell that is not set: the rows would go to the default service.
+        *(([option, ""], f"{option}: the value is empty") for option in ("--url", "--app", "--model")),
         (["--overwrite", "--resume"], "--resume: not allowed with --overwrite"),
-        (["--app", "llm", "--url", DEFAULT_URL], "--url and --app: take one"),
+        (["--app", "llm", "--url", "http://127.0.0.1:8000"], "--url and --app: take one"),
         (["--app", "llm"], "--app needs --model"),
         (["--window", "2h"], "--window: only with --api"),
+        *((["--api", *option], f"{option[0]}: not with --api") for option in OF_DATASETS),
     ],
 )
-def test_options_that_contradict_each_other_are_refused(arguments: list[str], message: str) -> None:
-    with pytest.raises(click.UsageError, match=message):
-        options(*arguments)
-
-
-# The batch API
-
-
-@pytest.mark.parametrize("option", [["--model", "demo"], ["--limit", "1"], ["--chat"], ["--stop", "x"]])
-def test_an_option_of_datasets_is_refused(
-    option: list[str], requests: Path, capsys: pytest.CaptureFixture[str]
+def test_options_that_contradict_each_other_are_refused(
+    arguments: list[str], message: str, requests: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert batch("--api", requests, *option) == 2
-    assert f"{option[0]}: not with --api" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["temperature", "seed", "min-tokens", "top-k", "presence-penalty"])
-def test_a_zero_of_datasets_is_refused_too(name: str) -> None:
-    with pytest.raises(click.UsageError, match=f"--{name}: not with --api"):
-        options("--api", f"--{name}", "0")
-
-
-def test_the_options_of_the_batch_api_are_taken() -> None:
-    names = ["url", "api-key-env", "window", "retries"]
-    names += ["connect-timeout", "read-timeout", "write-timeout", "pool-timeout"]
-    found = options("--api", "--overwrite", "--quiet", *chain.from_iterable((f"--{n}", "7") for n in names))
-    assert {str(getattr(found, name.replace("-", "_"))) for name in names} == {"7", "7.0"}
-    assert (found.api, found.overwrite, found.quiet) == (True, True, True)
+    assert batch(requests, "out.jsonl", *arguments) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_without_the_batch_api_an_output_is_needed(
     requests: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([str(requests)])
-    assert ended.value.code == 2
+    assert batch(requests) == 2
     assert "missing argument 'OUTPUT'" in capsys.readouterr().err
 
 
 # Sampling
-
-
-def test_only_the_sampling_fields_that_are_given_are_sent() -> None:
-    assert sampling_fields(options()) == {}
-    given = options("--temperature", "0", "--seed", "0", "--max-tokens", "9", "--stop", "é", "--stop", "\n")
-    assert sampling_fields(given) == {"temperature": 0, "seed": 0, "max_tokens": 9, "stop": ["é", "\n"]}
-
-
-def test_a_sampling_option_is_a_field_of_the_api() -> None:
-    assert SAMPLING.keys() <= SamplingFields.model_fields.keys()
 
 
 @pytest.mark.parametrize(
@@ -191,8 +129,8 @@ def test_a_sampling_option_is_a_field_of_the_api() -> None:
     ],
 )
 def test_a_sampling_value_out_of_range_is_told_with_its_option(
-    option: str, values: list[str], message: str
+    option: str, values: list[str], message: str, requests: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(RunError) as caught:
-        sampling_fields(options(*chain.from_iterable((option, value) for value in values)))
-    assert str(caught.value).startswith(message)
+    given = chain.from_iterable((option, value) for value in values)
+    assert batch(requests, "out.jsonl", *given) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")

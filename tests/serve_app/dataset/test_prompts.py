@@ -3,16 +3,12 @@
 import json
 import re
 from datetime import datetime
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from serve_app.api.protocol import JSON
-from serve_app.dataset.errors import RowError
-from serve_app.dataset.formats import InputRow
-from serve_app.dataset.prompts import Prompter, read_template
-from serve_app.dataset.run import Item, call_fields
+from serve_app.dataset import Prompter, RowError
 from serve_app.rows.errors import RunError
 
 ROW = {"prompt": "hi", "name": "Ada", "n": 2, "a b": "c", "messages": [{"role": "user", "content": "x"}]}
@@ -82,13 +78,6 @@ def test_a_chat_of_arrow_or_numpy_keeps_its_fields() -> None:
     numpy = np.array([arrow[0] | {"content": np.array(parts, dtype=object)}, arrow[1]], dtype=object)
     prompter = Prompter(messages_column="chat")
     assert [prompter.prompt({"chat": value}) for value in (arrow, numpy, json.dumps(arrow))] == [chat] * 3
-    assert call_fields({"max_tokens": np.int64(4), "stop": np.array(["."])}, "demo") == {
-        "max_tokens": 4,
-        "stop": ["."],
-        "model": "demo",
-    }
-    item = Item.of(InputRow(0, {"id": np.int64(7), "prompt": np.str_("hi")}), Prompter(), "id")
-    assert (type(item.id), item.id, item.prompt) == (int, 7, "hi")
 
 
 def test_an_invalid_template_or_contradicting_arguments_are_errors() -> None:
@@ -96,14 +85,6 @@ def test_an_invalid_template_or_contradicting_arguments_are_errors() -> None:
         Prompter(template="{{ name")
     with pytest.raises(RunError, match="leave --template and --system out"):
         Prompter(messages_column="m", system="x")
-
-
-def test_a_template_from_a_file(tmp_path: Path) -> None:
-    (tmp_path / "t.jinja").write_text("{{ a }}")
-    assert read_template(f"@{tmp_path}/t.jinja") == "{{ a }}"
-    assert read_template("{{ b }}") == "{{ b }}"
-    with pytest.raises(RunError, match="No such file"):
-        read_template("@nowhere")
 
 
 def test_a_chat_as_json_text() -> None:

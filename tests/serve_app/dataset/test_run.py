@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import httpx
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -15,9 +16,9 @@ from starlette.responses import PlainTextResponse, Response
 
 from serve_app.api.protocol import JSON
 from serve_app.client import Backoff
-from serve_app.dataset import HTTPClient, Prompter, run
-from serve_app.dataset.formats import CorruptError, numbered
-from serve_app.dataset.output import Existing, Output
+from serve_app.dataset import HTTPClient, InputError, Prompter, run
+from serve_app.dataset.formats import numbered
+from serve_app.dataset.output import Output
 from serve_app.dataset.readers import open_source
 from serve_app.dataset.run import Drive
 from serve_app.rows.errors import RunError
@@ -296,6 +297,11 @@ async def test_run_takes_mappings_prompts_and_files(tmp_path: Any) -> None:
     assert await results(run(dataset, client(service), concurrency="auto")) == expected
     assert await results(run(["a", "b"], client(service), sampling={"max_tokens": 3})) == [(0, "A"), (1, "B")]
     assert service.calls[-1]["max_tokens"] == 3
+    numpy = {"max_tokens": np.int64(4), "stop": np.array(["."])}
+    row = {"id": np.int64(7), "prompt": np.str_("a")}
+    assert await results(run([row], client(service), sampling=numpy, model="demo")) == [(7, "A")]
+    call = service.calls[-1]
+    assert (call["max_tokens"], call["stop"], call["model"]) == (4, ["."], "demo")
 
 
 @pytest.mark.parametrize("broken", ["a", "b", "c"])
@@ -311,7 +317,7 @@ async def test_a_run_over_a_mended_file_loses_and_doubles_nothing(tmp_path: Path
             lines = [json.dumps({"prompt": prompt}) if prompt else "{" for prompt in prompts]
             (folder / f"{name}.jsonl").write_text("\n".join(lines))
 
-    async def once(existing: Existing) -> None:
+    async def once(existing: Literal["same", "resume"]) -> None:
         source = open_source(str(folder))
         output = Output(tmp_path / "out.jsonl", {}, source.fingerprint(), existing)
         drive = Drive(
@@ -332,7 +338,7 @@ async def test_a_run_over_a_mended_file_loses_and_doubles_nothing(tmp_path: Path
 
     files[broken][2] = ""
     write()
-    with pytest.raises(CorruptError, match=f"{broken}.jsonl, line 3: not valid JSON"):
+    with pytest.raises(InputError, match=f"{broken}.jsonl, line 3: not valid JSON"):
         await once("same")
     files[broken][2:3] = ["mended", "more"]
     write()
