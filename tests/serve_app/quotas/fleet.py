@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from serve_app.quotas.client import QuotaClient
-from serve_app.quotas.counters import HolderAnswer, HolderReport, LimitState
+from serve_app.quotas.holder import Holder
 from serve_app.quotas.service import QuotaService
 from serve_app.settings.usage import Quota, QuotasSettings
 from serve_app.system.database import DatabaseError
@@ -56,9 +56,41 @@ async def inline(function: Callable[..., None], *arguments: Any) -> None:
     function(*arguments)
 
 
-async def states_of(service: QuotaService) -> dict[str, tuple[LimitState, ...]]:
+async def states_of(service: QuotaService) -> dict[str, tuple[Any, ...]]:
     """Return the states of all limits, by subject."""
     return {subject: states async for subject, states in service.states()}
+
+
+class Engine:
+    """The holder of an Engine with calls of one tenant.
+
+    Args:
+        name: Name of the holder.
+        tenant: Name of the tenant.
+        quota: Quota of the tenant.
+    """
+
+    def __init__(self, name: str, tenant: str, quota: Quota) -> None:
+        self._at = 0.0
+        self._holder = Holder(name, lambda: self._at)
+        self._limits = self._holder.limits(f"tenant {tenant}", quota)
+
+    def ask(self, need: int) -> Any:
+        """Return the report of a call that waits for its tokens."""
+        return self._holder.report([(self._limits, need)])
+
+    def hold(self, answer: Any) -> Any:
+        """Return the report of a call that has reserved all tokens of an answer."""
+        self._holder.apply(answer, self._at)
+        assert self._holder.take(self._limits, granted(answer))
+        # A call that was a moment ago would ask ahead for the next call.
+        self._at += 3.0
+        return self._holder.report()
+
+
+def granted(answer: Any) -> int:
+    """Return the tokens that an answer grants."""
+    return int(answer.grants[0].amount)
 
 
 class Fleet:
@@ -119,7 +151,7 @@ class Fleet:
         service.start()
         return service
 
-    async def take(self, report: HolderReport) -> HolderAnswer:
+    async def take(self, report: Any) -> Any:
         await asyncio.sleep(self._hop_s)
         if not self.answering or report.holder in self.cut_off:
             raise ConnectionError("the service is away")

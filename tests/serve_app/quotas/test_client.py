@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from serve_app.api.errors import RequestError
-from serve_app.quotas.client import START_S, QuotaClient
-from serve_app.quotas.counters import SILENT_S
-from serve_app.quotas.holder import Reservation
+from serve_app.quotas.client import QuotaClient
 from serve_app.settings.usage import Quota
 from tests.batcher.virtual import virtual
 from tests.serve_app.quotas.fleet import START, TENANT, Fleet
@@ -19,7 +17,7 @@ from tests.serve_app.quotas.fleet import START, TENANT, Fleet
 LIMIT = 100_000
 
 
-def end(reservation: Reservation | None, tokens: int | None = None, *, request: bool = True) -> None:
+def end(reservation: Any, tokens: int | None = None, *, request: bool = True) -> None:
     """End a call that has used some tokens, or all that it had reserved."""
     assert reservation is not None
     reservation.settle(reservation.tokens if tokens is None else tokens, request=request)
@@ -92,7 +90,7 @@ async def test_the_rests_of_several_replicas_make_up_one_more_request() -> None:
     found = await asyncio.gather(
         *(client.reserve(TENANT, 650) for client in (second, third)), return_exceptions=True
     )
-    assert sum(isinstance(each, Reservation) for each in found) == 1
+    assert sum(not isinstance(each, BaseException) for each in found) == 1
     fleet.stop()
 
 
@@ -287,7 +285,7 @@ async def test_a_service_that_starts_has_longer_for_its_first_answer() -> None:
     fleet = Fleet(Quota(tokens_per_minute=100), away_s=2.0)
     fleet.answering = False
     early = asyncio.create_task(fleet.clients[0].reserve(TENANT, 40))
-    await asyncio.sleep(START_S - 1)
+    await asyncio.sleep(14.0)
     assert not early.done()
     fleet.answering = True
     end(await early)
@@ -296,7 +294,7 @@ async def test_a_service_that_starts_has_longer_for_its_first_answer() -> None:
     fleet.answering = False
     began = fleet.loop.time()
     assert (await refused(fleet.clients[0], 40)).status == 503
-    assert START_S - 0.1 < fleet.loop.time() - began < START_S + 3
+    assert 14.9 < fleet.loop.time() - began < 18.0
     fleet.stop()
 
 
@@ -326,7 +324,7 @@ async def test_calls_run_without_limits_before_the_first_answer_too() -> None:
     fleet = Fleet(Quota(tokens_per_minute=300), when_away="serve")
     fleet.answering = False
     assert await fleet.clients[0].reserve(TENANT, 1_000) is None
-    assert fleet.loop.time() >= START_S
+    assert fleet.loop.time() >= 15.0
     assert fleet.clients[0].unlimited == 1
     fleet.stop()
 
@@ -388,7 +386,7 @@ async def test_a_client_that_was_cut_off_is_charged_later() -> None:
     await fleet.settled()
     assert await fleet.used("tokens_per_day") == (10, 200)
     fleet.cut_off.add("c0")
-    await asyncio.sleep(SILENT_S + 12)
+    await asyncio.sleep(42.0)
     assert await fleet.used("tokens_per_day") == (10, 0), "what it held is free"
     fleet.cut_off.clear()
     await fleet.settled()
@@ -409,6 +407,6 @@ async def test_a_client_that_is_cut_off_spends_for_half_a_minute() -> None:
         await asyncio.sleep(0.1)
     fleet.cut_off.add("c0")
     end(await first.reserve(TENANT, 100))
-    await asyncio.sleep(SILENT_S + 1)
+    await asyncio.sleep(31.0)
     assert (await refused(first, 100)).status == 503
     fleet.stop()

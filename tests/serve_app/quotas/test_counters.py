@@ -4,25 +4,15 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.quotas.counters import (
-    ALWAYS,
-    SILENT_S,
-    Block,
-    CounterReport,
-    Counters,
-    HolderAnswer,
-    HolderReport,
-)
-from serve_app.quotas.counters import (
-    Counter as QuotaCounter,
-)
-from serve_app.quotas.holder import HeldCounter, Holder, Reservation
-from serve_app.quotas.windows import Span, window_at
+from serve_app.quotas.counters import Counters
+from serve_app.quotas.holder import Holder
+from serve_app.quotas.windows import window_at
 from serve_app.settings.usage import Quota
 
 QUOTA = Quota(
@@ -35,6 +25,9 @@ QUOTA = Quota(
 SUBJECT = "tenant t"
 START = 1_790_000_000.0
 """Some time in the middle of a day."""
+
+SILENT_S = 31.0
+"""Seconds after which the amounts of a silent holder are free."""
 
 
 @dataclass
@@ -54,7 +47,7 @@ class Service:
         self.counters = Counters(self.disk, self.at)
         self.counters.set_tenants({"t": self.quota}, "1")
 
-    def take(self, report: HolderReport) -> HolderAnswer:
+    def take(self, report: Any) -> Any:
         self.sweep()
         answer = self.counters.take(report, self.now, self.at)
         if self.counters.urgent:
@@ -99,7 +92,7 @@ class Running:
     """
 
     holder: str
-    reservation: Reservation
+    reservation: Any
     minute: int
     tokens: int
     ended_in: int = 0
@@ -115,7 +108,7 @@ class Fleet:
         self.requests: list[Running] = []
         self.names = 0
         self.holders: list[Holder] = []
-        self.late: list[HolderReport] = []
+        self.late: list[Any] = []
         for _ in range(3):
             self.join()
 
@@ -123,7 +116,7 @@ class Fleet:
         self.names += 1
         self.holders.append(Holder(f"h{self.names}", lambda: self.service.at))
 
-    def limits(self, number: int) -> list[HeldCounter]:
+    def limits(self, number: int) -> list[Any]:
         return self.holders[number].limits(SUBJECT, self.quota)
 
     def is_reported(self, request: Running) -> bool:
@@ -188,7 +181,7 @@ class Fleet:
     def check(self) -> None:
         """Check that no window has more than its limit, by what the requests really took."""
         counted = [request for request in self.requests if not request.orphaned]
-        spans: dict[str, Span] = {
+        spans: dict[str, Literal["minute", "day", "month"]] = {
             "tokens_per_minute": "minute",
             "tokens_per_day": "day",
             "tokens_per_month": "month",
@@ -208,11 +201,11 @@ class Fleet:
         while any(not request.ended_in for request in self.requests):
             self.settle(0, 0.5)
         # The amounts of dead holders are free; the living ones were silent too, and report again.
-        self.service.at += SILENT_S + 1
+        self.service.at += SILENT_S
         for _ in range(3):
             for number in range(len(self.holders)):
                 self.report(number)
-        spans: dict[str, Span] = {"tokens_per_minute": "minute", "tokens_per_day": "day"}
+        spans: dict[str, Literal["minute", "day"]] = {"tokens_per_minute": "minute", "tokens_per_day": "day"}
         for name in limits or spans:
             window = window_at(span := spans[name], self.service.now)
             used = sum(r.tokens for r in self.requests if window_at(span, r.minute) == window)
@@ -318,7 +311,7 @@ def test_less_than_one_request_is_left_when_all_want_more(asks: list[tuple[int, 
         fleet.settle(number, share)
 
 
-def ahead(fleet: Fleet) -> HeldCounter:
+def ahead(fleet: Fleet) -> Any:
     """Let the first holder take tokens ahead of its use."""
     for _ in range(20):
         fleet.service.now += 0.5
@@ -380,7 +373,7 @@ def test_the_amounts_of_a_dead_holder_are_free_and_its_last_word_counts() -> Non
     assert fleet.ask(0, 200)
     fleet.report(0)
     fleet.holders.pop(0)
-    for silent_s, left, slots in ((0, 2260, 7), (SILENT_S + 1, 2460, 8)):
+    for silent_s, left, slots in ((0, 2260, 7), (SILENT_S, 2460, 8)):
         fleet.service.at += silent_s
         fleet.report(1)
         assert fleet.service.states()["tokens_per_day"][0] == left
@@ -413,38 +406,36 @@ def test_a_lower_limit_holds_from_then_on_and_takes_nothing_back() -> None:
     assert fleet.service.states() == {"tokens_per_minute": (410, 0)}
 
 
-TOKENS = QuotaCounter("key ada", "tokens")
-
-
-def asking(holder: str, number: int, quota: Quota, subject: str = "key ada") -> HolderReport:
+def asking(holder: Holder, quota: Quota, subject: str = "key ada") -> Any:
     """Return the report of a holder that asks for a token of a key."""
-    counter = CounterReport(QuotaCounter(subject, "tokens"), need=1, least=1)
-    return HolderReport(holder, number, (counter,), ((subject, quota),))
+    return holder.report([(holder.limits(subject, quota), 1)])
 
 
 def test_the_quota_of_a_key_is_the_one_that_was_changed_last() -> None:
     service = Service()
+    a, b = (Holder(name, lambda: service.at) for name in "ab")
     old, new = Quota(tokens_per_minute=10), Quota(tokens_per_minute=20)
-    for number, (holder, quota, expected) in enumerate(
-        [("a", old, 10), ("b", old, 10), ("a", new, 20), ("b", old, 20), ("b", new, 20)], 1
-    ):
-        answer = service.take(asking(holder, number, quota))
+    for holder, quota, expected in [(a, old, 10), (b, old, 10), (a, new, 20), (b, old, 20), (b, new, 20)]:
+        answer = service.take(asking(holder, quota))
         assert answer.grants[0].states[0].limit == expected
 
 
 def test_what_nobody_uses_is_forgotten_in_memory_and_on_disk() -> None:
     service = Service()
-    for number in range(3):
-        service.take(asking(f"h{number}", 1, Quota(tokens_per_minute=10), f"key {number}"))
-    slots = CounterReport(QuotaCounter("key 0", "slots"), (Block(ALWAYS, 0, 1, 0),))
-    service.take(HolderReport("a", 1, (slots,), (("key 0", Quota(max_concurrency=2)),)))
+    a, last, *others = (Holder(name, lambda: service.at) for name in ("a", "last", "x", "y", "z"))
+    for number, holder in enumerate(others):
+        service.take(asking(holder, Quota(tokens_per_minute=10), f"key {number}"))
+    slots = Quota(max_concurrency=2)
+    a.apply(service.take(asking(a, slots, "key 0")), service.at)
+    assert a.take(a.limits("key 0", slots), 1)
+    service.take(a.report())
     service.save()
     assert len(service.counters._counters) == 4
     # The keys' tokens weren't used, and the call that has the slot is gone with its Engine.
     for _ in range(2):
         service.at += 4000
         service.now += 40 * 86_400
-        service.take(HolderReport("last", 1))
+        service.take(last.report())
     service.save()
     assert not service.counters._counters
     assert service.counters.subjects().keys() == {SUBJECT}
@@ -454,10 +445,12 @@ def test_what_nobody_uses_is_forgotten_in_memory_and_on_disk() -> None:
 @pytest.mark.parametrize("table", ["", "0"])
 def test_a_holder_gets_the_quotas_of_tenants_that_it_does_not_know(table: str) -> None:
     service = Service()
-    assert service.take(HolderReport("a", 1, table=table)).tenants == {"t": QUOTA}
-    assert service.take(HolderReport("a", 2, table="1")).tenants is None
+    holder = Holder("a", lambda: service.at)
+    assert service.take(holder.report()._replace(table=table)).tenants == {"t": QUOTA}
+    assert service.take(holder.report()._replace(table="1")).tenants is None
 
 
 def test_a_subject_without_a_quota_is_granted_nothing() -> None:
-    ask = CounterReport(QuotaCounter("tenant other", "tokens"), need=1, least=1)
-    assert Service().take(HolderReport("a", 1, (ask,))).grants == ()
+    service = Service()
+    ask = asking(Holder("a", lambda: service.at), Quota(tokens_per_minute=10), "tenant other")
+    assert service.take(ask).grants == ()

@@ -1,11 +1,11 @@
 """Used shares of limits as metrics, with a bounded number of series."""
 
-from collections.abc import AsyncIterator
-
-from serve_app.quotas.counters import LimitState
 from serve_app.quotas.metrics import QuotaMetrics
+from serve_app.quotas.service import QuotaService
+from serve_app.settings.usage import Quota, QuotasSettings
 from serve_app.telemetry import catalogue
 from serve_app.telemetry.meters import Meters
+from tests.serve_app.quotas.fleet import START, Engine, MemoryState, inline
 
 NAME = "saturate_quota_used_ratio"
 
@@ -22,31 +22,40 @@ def meters(values: dict[tuple[str, ...], float]) -> Meters:
     return Meters(catalogue.QUOTAS, make)
 
 
-async def states(left: dict[str, int]) -> AsyncIterator[tuple[str, tuple[LimitState, ...]]]:
-    """Yield the states of limits of 100 tokens, by what is left of each."""
-    for subject, remaining in left.items():
-        yield subject, (LimitState("tokens_per_day", 100, remaining, 0, 5.0),)
+async def using(**used: int) -> QuotaService:
+    """Return a service whose tenants have used some of their 100 tokens."""
+    quota = Quota(tokens_per_day=100)
+    settings = QuotasSettings(tenants=dict.fromkeys(used, quota), folder="/nowhere")
+    service = QuotaService(settings, MemoryState(), wall=lambda: START, monotonic=lambda: 0.0, beside=inline)
+    service.start()
+    for tenant, tokens in used.items():
+        engine = Engine(f"of {tenant}", tenant, quota)
+        await service.take(engine.hold(await service.take(engine.ask(tokens))))
+    return service
 
 
 async def test_the_fullest_have_series_of_their_own_and_the_others_share_one() -> None:
     values: dict[tuple[str, ...], float] = {}
-    left = {"tenant a": 10, "key b": 60, "tenant c": 70}
-    metrics = QuotaMetrics(lambda: states(left), 1, meters(values))
+    service = await using(a=90, b=40, c=30)
+    metrics = QuotaMetrics(service.states, 1, meters(values))
     await metrics.report()
     assert values == {
         (NAME, "tenant a", "tokens_per_day"): 0.9,
         (NAME, "other", "tokens_per_day"): 0.4,
     }
+    await service.close()
 
 
 async def test_nothing_is_used_of_a_limit_that_is_gone() -> None:
     values: dict[tuple[str, ...], float] = {}
-    left = {"tenant a": 5, "key b": 10}
-    metrics = QuotaMetrics(lambda: states(left), 1, meters(values))
+    service, later = await using(a=95, b=90), await using()
+    metrics = QuotaMetrics(lambda: service.states(), 1, meters(values))
     await metrics.report()
-    left.clear()
+    await service.close()
+    service = later
     await metrics.report()
     assert values == {
         (NAME, "tenant a", "tokens_per_day"): 0.0,
         (NAME, "other", "tokens_per_day"): 0.0,
     }
+    await service.close()

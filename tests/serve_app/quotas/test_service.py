@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 
-from serve_app.quotas.counters import Block, Counter, CounterReport, HolderAnswer, HolderReport
 from serve_app.quotas.service import QuotaService
 from serve_app.quotas.state import StoredState
 from serve_app.settings.usage import Quota, QuotasSettings
 from serve_app.system.database import DatabaseError, FencedError, UnusableError
 from tests.progress import STILL_S
-from tests.serve_app.quotas.fleet import START, MemoryState, inline, states_of
+from tests.serve_app.quotas.fleet import START, Engine, MemoryState, granted, inline, states_of
 
-SETTINGS = QuotasSettings(tenants={"t": Quota(tokens_per_day=1000)}, folder="/nowhere")
-TOKENS = Counter("tenant t", "tokens")
+QUOTA = Quota(tokens_per_day=1000)
+SETTINGS = QuotasSettings(tenants={"t": QUOTA}, folder="/nowhere")
 LIMIT_S = STILL_S
 
 
@@ -23,17 +22,8 @@ def service_of(state: Any, settings: QuotasSettings = SETTINGS, **options: Any) 
     return QuotaService(settings, state, wall=lambda: START, monotonic=lambda: 0.0, **options)
 
 
-def ask(number: int, need: int, holder: str = "h") -> HolderReport:
-    return HolderReport(holder, number, (CounterReport(TOKENS, need=need, least=need),))
-
-
-def granted(answer: HolderAnswer) -> int:
-    return answer.grants[0].amount
-
-
-def holding(number: int, held: int, holder: str = "h") -> HolderReport:
-    """Return the report of a holder whose calls have reserved some."""
-    return HolderReport(holder, number, (CounterReport(TOKENS, (Block(int(START), 0, held, 0),)),))
+def engine(name: str = "h") -> Engine:
+    return Engine(name, "t", QUOTA)
 
 
 async def remaining(service: QuotaService) -> int:
@@ -45,18 +35,19 @@ async def test_a_grant_is_saved_before_it_leaves() -> None:
     state = MemoryState()
     service = service_of(state, beside=inline)
     service.start()
-    answer = await service.take(ask(1, 300))
+    one = engine()
+    answer = await service.take(one.ask(300))
     assert granted(answer) == 300
     saved = dict(state.texts)
     again = service_of(state)
     assert await remaining(again) == 1000
-    await _unsaved(again, holding(2, 300))
+    await _unsaved(again, one.hold(answer))
     assert state.texts == saved
     assert await remaining(again) == 700
     await service.close()
 
 
-async def _unsaved(service: QuotaService, report: HolderReport) -> Any:
+async def _unsaved(service: QuotaService, report: Any) -> Any:
     """Return the answer of a service that nothing has to be saved for."""
     async with asyncio.timeout(STILL_S):
         return await service.take(report)
@@ -73,7 +64,7 @@ async def test_reports_that_come_together_are_saved_together() -> None:
 
     service = service_of(state, beside=count)
     service.start()
-    await asyncio.gather(*(service.take(ask(1, 10, f"h{n}")) for n in range(50)))
+    await asyncio.gather(*(service.take(engine(f"h{n}").ask(10)) for n in range(50)))
     assert saves <= 2
     assert await remaining(service) == 1000
     await service.close()
@@ -84,10 +75,11 @@ async def test_a_failed_save_grants_nothing_and_the_next_save_makes_up() -> None
     service = service_of(state, beside=inline)
     service.start()
     state.failing = True
+    one = engine()
     with pytest.raises(DatabaseError):
-        await service.take(ask(1, 300))
+        await service.take(one.ask(300))
     state.failing = False
-    assert granted(await service.take(ask(2, 300))) == 300
+    assert granted(await service.take(one.ask(300))) == 300
     service.check()
     await service.close()
 
@@ -95,14 +87,15 @@ async def test_a_failed_save_grants_nothing_and_the_next_save_makes_up() -> None
 async def test_a_process_that_was_replaced_ends(tmp_path: Path) -> None:
     first = service_of(StoredState(tmp_path / "quotas.db"))
     first.start()
-    await first.take(ask(1, 300))
+    one = engine()
+    await first.take(one.ask(300))
     second = service_of(StoredState(tmp_path / "quotas.db"))
     second.start()
     with pytest.raises(FencedError):
-        await first.take(ask(2, 600))
+        await first.take(one.ask(600))
     with pytest.raises(FencedError):
         first.check()
-    assert granted(await second.take(ask(2, 600))) == 600
+    assert granted(await second.take(one.ask(600))) == 600
     await first.close()
     await second.close()
 
@@ -121,8 +114,8 @@ async def test_the_file_that_held_holds_after_a_restart(tmp_path: Path) -> None:
 async def test_it_counts_the_replicas_that_report() -> None:
     service = service_of(MemoryState(), beside=inline)
     service.start()
-    await service.take(ask(1, 1, "a"))
-    await service.take(ask(1, 1, "b"))
+    await service.take(engine("a").ask(1))
+    await service.take(engine("b").ask(1))
     assert service.holders == 2
     await service.close()
 
@@ -138,7 +131,8 @@ async def test_the_end_waits_for_the_save_under_way(tmp_path: Path) -> None:
 
     service = service_of(state, beside=slow)
     service.start()
-    asked = asyncio.ensure_future(service.take(ask(1, 300)))
+    one = engine()
+    asked = asyncio.ensure_future(service.take(one.ask(300)))
     await began.wait()
     closing = asyncio.ensure_future(service.close())
     for _ in range(5):
@@ -147,9 +141,10 @@ async def test_the_end_waits_for_the_save_under_way(tmp_path: Path) -> None:
     goes_on.set()
     async with asyncio.timeout(LIMIT_S):
         await closing
-        assert granted(await asked) == 300
+        answer = await asked
+    assert granted(answer) == 300
     again = service_of(StoredState(tmp_path / "quotas.db"))
-    await again.take(holding(2, 300))
+    await again.take(one.hold(answer))
     assert await remaining(again) == 700
     await again.close()
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from serve_app.ledger.writer import Disk, Segment
-from serve_app.quotas.state import State, StoredState
+from serve_app.quotas.state import StoredState
 from serve_app.system.database import FencedError
 
 
 @pytest.fixture(params=["SQLite", "PostgreSQL"])
-def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], State]:
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], StoredState]:
     """Opens the same database."""
     if request.param == "SQLite":
         return lambda: StoredState(tmp_path / "new" / "quotas.db")
@@ -19,7 +19,7 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], State
     return lambda: StoredState(url)
 
 
-def test_what_was_saved_is_loaded_by_the_process_that_opens_last(opened: Callable[[], State]) -> None:
+def test_what_was_saved_is_loaded_by_the_process_that_opens_last(opened: Callable[[], StoredState]) -> None:
     first = opened()
     assert first.load() == {}
     first.save({"a": "1", "b": "2"})

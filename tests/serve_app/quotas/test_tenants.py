@@ -5,9 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.quotas.tenants import TenantQuotas, read_quotas
+from serve_app.quotas.tenants import TenantQuotas
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.usage import Quota, QuotasSettings
+
+
+def quotas_of(file: Path, held: str | None = None) -> TenantQuotas:
+    return TenantQuotas(
+        QuotasSettings(
+            tenants={"a": Quota(tokens_per_day=1), "b": Quota(tokens_per_day=2)}, file=str(file), folder="/x"
+        ),
+        held,
+    )
 
 
 @pytest.mark.parametrize(
@@ -25,24 +34,19 @@ from serve_app.settings.usage import Quota, QuotasSettings
         ("'': {}", "must be 1 to 128 printable characters"),
     ],
 )
-def test_a_wrong_file_is_refused_with_its_path(text: str, words: str) -> None:
+def test_a_wrong_file_is_refused_with_its_path(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "quotas.yaml"
+    file.write_text(text)
     with pytest.raises(SettingsError) as caught:
-        read_quotas(text, "quotas.yaml")
-    assert str(caught.value).startswith("quotas.yaml: ")
+        quotas_of(file)
+    assert str(caught.value).startswith(f"usage.quotas.file ({file}): ")
     assert words in str(caught.value)
 
 
-def test_a_tenant_may_look_like_a_date() -> None:
-    assert list(read_quotas("1234-56-78: {tokens_per_day: 5}", "quotas.yaml")) == ["1234-56-78"]
-
-
-def quotas_of(file: Path, held: str | None = None) -> TenantQuotas:
-    return TenantQuotas(
-        QuotasSettings(
-            tenants={"a": Quota(tokens_per_day=1), "b": Quota(tokens_per_day=2)}, file=str(file), folder="/x"
-        ),
-        held,
-    )
+def test_a_tenant_may_look_like_a_date(tmp_path: Path) -> None:
+    file = tmp_path / "quotas.yaml"
+    file.write_text("1234-56-78: {tokens_per_day: 5}")
+    assert quotas_of(file).quotas.keys() == {"a", "b", "1234-56-78"}
 
 
 def test_the_file_goes_before_the_config(tmp_path: Path) -> None:
