@@ -191,6 +191,7 @@ class Ledger:
         segment_s: Seconds after which it is closed; None: at the end of its day.
         max_bytes: Maximum bytes of segments in the folder; beyond the limit rows are dropped. None: no limit.
         keep_s: Seconds after which a segment is removed; None: never.
+        max_pending: Maximum rows that wait while they can't be written; further rows are dropped.
         clock: Seconds since the epoch.
         now: Monotonic clock, in seconds.
 
@@ -212,6 +213,7 @@ class Ledger:
         segment_s: float | None = None,
         max_bytes: int | None = None,
         keep_s: float | None = None,
+        max_pending: int = MAX_PENDING,
         clock: Callable[[], float] = time.time,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -224,6 +226,7 @@ class Ledger:
         self._segment_s = segment_s
         self._max_bytes = max_bytes
         self._keep_s = keep_s
+        self._max_pending = max_pending
         self._clock = clock
         self._now = now
         self._rounds = threading.Lock()
@@ -289,7 +292,7 @@ class Ledger:
 
     def _take(self) -> None:
         ended = self._book.take()
-        room = 0 if self.full else MAX_PENDING - len(self._pending)
+        room = 0 if self.full else self._max_pending - len(self._pending)
         self._pending += ended[:room]
         if lost := ended[room:]:
             self._dropped += len(lost)

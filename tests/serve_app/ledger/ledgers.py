@@ -6,7 +6,7 @@ from typing import Any
 
 from serve_app.ledger.parquet import to_parquet
 from serve_app.ledger.report import LedgerFiles, ReportLine
-from serve_app.ledger.rows import LedgerRow, encode, utc
+from serve_app.ledger.rows import LedgerRow, encode
 
 START = 1_800_000_000.0
 
@@ -18,7 +18,7 @@ def write_row(folder: Path, **fields: Any) -> Path:
         folder: Folder of the ledger.
         fields: Fields of the row.
     """
-    values: dict[str, Any] = {"call": "a-1", "time": utc(datetime.now(UTC).timestamp())} | fields
+    values: dict[str, Any] = {"call": "a-1", "time": datetime.now(UTC)} | fields
     row = LedgerRow(**values)
     path = folder / f"day={row.day}" / "a.00000.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -27,9 +27,14 @@ def write_row(folder: Path, **fields: Any) -> Path:
     return folder
 
 
+def at(seconds: float) -> datetime:
+    """Return a time some seconds after `START`."""
+    return datetime.fromtimestamp(START + seconds, UTC)
+
+
 def row(number: int, **fields: Any) -> LedgerRow:
     """Return a row of a call with this number, which ended at `START`."""
-    return LedgerRow(call=f"a-{number}", **({"time": utc(START)} | fields))
+    return LedgerRow(call=f"a-{number}", **({"time": at(0)} | fields))
 
 
 def save(folder: Path, day: str, name: str, rows: list[LedgerRow], *, parquet: bool) -> None:
@@ -51,5 +56,12 @@ ROWS = [
     row(1, tenant="a", model="m", prompt_tokens=10, cached_tokens=4, output_tokens=3, engine_s=0.5),
     row(2, tenant="b", model="m", prompt_tokens=100, output_tokens=5, wait_s=0.25),
     row(3, tenant="a", model="n", prompt_tokens=1, output_tokens=1, outcome="cancelled"),
-    row(4, tenant="a", model="m", time=utc(START + 60), output_tokens=7, source="batch"),
+    row(
+        4,
+        tenant="a",
+        model="m",
+        time=at(60),
+        output_tokens=7,
+        source="batch",
+    ),
 ]

@@ -4,7 +4,7 @@ from decimal import Decimal
 
 import pytest
 
-from serve_app.ledger.prices import Prices, pack, prices_of, unpack
+from serve_app.ledger.prices import Prices, prices_of
 from serve_app.settings.usage import PriceSettings, UsageSettings
 
 SETTINGS = UsageSettings(
@@ -63,13 +63,6 @@ def test_a_price_is_exact(prices: Prices) -> None:
     found = exact.cost("demo", "http", "ok", prompt_tokens=3, cached_tokens=0, output_tokens=0)
     # Of binary numbers it is 4.4999999999999995e-07.
     assert found == Decimal("0.00000045")
-
-
-def test_the_copy_beside_the_rows_reads_back() -> None:
-    assert unpack(pack(SETTINGS)) == prices_of(SETTINGS)
-    assert unpack(pack(UsageSettings())) is None
-    with pytest.raises(ValueError, match="prices"):
-        unpack(b'{"prices": {"demo": {"input": -1}}}')
 
 
 def test_an_adapter_without_a_price_has_that_of_its_model() -> None:

@@ -1,6 +1,6 @@
 """The ledger's files after any order of work, failures and kills: no call twice, at most a round lost."""
 
-import json
+import fcntl
 import os
 import signal
 import subprocess
@@ -12,28 +12,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any, NamedTuple
 
+import fsspec
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.ledger import writer as writer_module
 from serve_app.ledger.calls import Call, CallBook
 from serve_app.ledger.parquet import to_parquet
+from serve_app.ledger.prices import prices_of
 from serve_app.ledger.report import LedgerFiles
 from serve_app.ledger.rows import LedgerRow, encode
-from serve_app.ledger.writer import (
-    JSONL,
-    MAX_PENDING,
-    PARQUET,
-    Disk,
-    Ledger,
-    Writer,
-    hold,
-    new_book,
-    segment_path,
-    unique_name,
-)
+from serve_app.ledger.writer import Disk, Ledger, Writer, new_book
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.usage import LedgerSettings, PriceSettings, UsageSettings
 from serve_app.wire.usage import Tokens, Usage
@@ -53,14 +43,19 @@ Sizes = dict[str, int]
 
 def files_in(folder: Path) -> set[Path]:
     """Return the segments of a ledger, in both forms."""
-    return {path for path in folder.glob("day=*/*") if path.suffix in (JSONL, PARQUET)}
+    return {path for path in folder.glob("day=*/*") if path.suffix in (".jsonl", ".parquet")}
+
+
+def segment(folder: Path, day: str, name: str, number: int) -> Path:
+    """Return the path of a segment of a process."""
+    return folder / f"day={day}" / f"{name}.{number:06}.jsonl"
 
 
 def rows_in(folder: Path) -> list[LedgerRow]:
     """Return the rows of a ledger as a reader sees them."""
     found = []
     for path in sorted(files_in(folder)):
-        if path.suffix == PARQUET or not path.with_suffix(PARQUET).exists():
+        if path.suffix == ".parquet" or not path.with_suffix(".parquet").exists():
             data = path.read_bytes().removeprefix(b"PAR1")
             whole = data[: data.rfind(b"\n") + 1].splitlines()
             found += [msgspec.json.decode(line, type=LedgerRow) for line in whole]
@@ -217,7 +212,7 @@ def test_a_kill_at_any_step_loses_what_came_after_the_last_round_and_doubles_not
         Process(folder, clock, "d", parquet=parquet).ledger.close()
         check(folder, dying, other)
         if parquet:
-            assert {path for path in files_in(folder) if path.suffix == JSONL} == {held}
+            assert {path for path in files_in(folder) if path.suffix == ".jsonl"} == {held}
         other.turn(Turn(1, [0], 0.5, None, False, False))
         check(folder, dying, other)
         other.disk.killed()
@@ -234,7 +229,7 @@ def test_a_process_that_ends_in_order_leaves_exact_sums(turns: list[Turn], parqu
         process.ledger.close()
         assert {row.tenant: row.output_tokens for row in rows_in(Path(name))} == process.counted
         assert process.ledger.dropped == 0
-        assert not parquet or all(path.suffix == PARQUET for path in files_in(Path(name)))
+        assert not parquet or all(path.suffix == ".parquet" for path in files_in(Path(name)))
 
 
 @pytest.fixture
@@ -264,9 +259,9 @@ def test_a_row_has_the_origin_of_its_call_and_its_times(process: Process, tmp_pa
 
 
 def test_rows_that_can_not_be_written_wait_and_the_oldest_are_kept(
-    process: Process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(writer_module, "MAX_PENDING", 2)
+    process = Process(tmp_path, Clock(START), "a", max_pending=2)
     process.disk.failing, process.disk.share = True, 0.6
     for _ in range(3):
         process.run()
@@ -276,7 +271,6 @@ def test_rows_that_can_not_be_written_wait_and_the_oldest_are_kept(
     process.disk.failing = False
     process.ledger.round()
     assert [row.output_tokens for row in rows_in(tmp_path)] == [1, 2]
-    assert MAX_PENDING > 1_000
 
 
 def test_an_idle_process_writes_nothing(process: Process, tmp_path: Path) -> None:
@@ -289,10 +283,11 @@ def test_an_idle_process_writes_nothing(process: Process, tmp_path: Path) -> Non
 
 def test_rows_go_to_the_day_on_which_their_calls_ended(process: Process, tmp_path: Path) -> None:
     process.run()
-    process.clock.now += DAY_S
+    # A time is rounded to the millisecond, here to midnight.
+    process.clock.now += 16 * 3600 - 0.0004
     process.run()
     process.ledger.round()
-    assert files_in(tmp_path) == {segment_path(tmp_path, f"2027-01-{15 + n}", "a", n) for n in (0, 1)}
+    assert files_in(tmp_path) == {segment(tmp_path, f"2027-01-{15 + n}", "a", n) for n in (0, 1)}
 
 
 def test_a_process_tells_whether_its_last_rows_are_written(process: Process) -> None:
@@ -327,7 +322,7 @@ class Bucket:
 
 def add(folder: Path, number: int, *, day: str = TODAY, name: str = "b", content: bytes = LINE) -> Path:
     """Add a segment of another process, which nobody holds; return its path in the folder."""
-    path = segment_path(folder, day, name, number)
+    path = segment(folder, day, name, number)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
     return path.relative_to(folder)
@@ -341,11 +336,11 @@ def test_a_closed_segment_is_compacted_and_a_growing_one_is_not(tmp_path: Path) 
     process.run()
     process.ledger.round()
     process.ledger.close()
-    first, second = (segment_path(tmp_path, TODAY, "a", number) for number in (0, 1))
-    assert files_in(tmp_path) == {first.with_suffix(PARQUET), second}
+    first, second = (segment(tmp_path, TODAY, "a", number) for number in (0, 1))
+    assert files_in(tmp_path) == {first.with_suffix(".parquet"), second}
     process.ledger.finish()
     process.ledger.close()
-    assert files_in(tmp_path) == {path.with_suffix(PARQUET) for path in (first, second)}
+    assert files_in(tmp_path) == {path.with_suffix(".parquet") for path in (first, second)}
 
 
 def test_a_segment_that_can_not_be_compacted_is_uploaded_as_it_is(tmp_path: Path) -> None:
@@ -428,7 +423,7 @@ def test_a_part_of_a_last_row_is_left_out_with_a_warning(
 ) -> None:
     path = add(tmp_path, 0, content=LINE + LINE[:-9])
     Process(tmp_path, Clock(START), "a", parquet=True).ledger.close()
-    assert (tmp_path / path).with_suffix(PARQUET).read_bytes() == packed(LINE)
+    assert (tmp_path / path).with_suffix(".parquet").read_bytes() == packed(LINE)
     assert "ends in a part of a row" in caplog.text
 
 
@@ -437,12 +432,12 @@ def test_a_new_file_that_a_start_has_taken_gets_no_rows(tmp_path: Path) -> None:
     taken = tmp_path / add(tmp_path, 0, name="a", content=b"")
     process.run()
     with taken.open("r+b") as file:
-        assert hold(file)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         process.ledger.round()
         taken.unlink()
     process.ledger.round()
     check(tmp_path, process)
-    assert files_in(tmp_path) == {segment_path(tmp_path, TODAY, "a", 1)}
+    assert files_in(tmp_path) == {segment(tmp_path, TODAY, "a", 1)}
 
 
 KILLED = """
@@ -470,11 +465,11 @@ def test_a_new_writer_finishes_the_work_of_a_killed_process(tmp_path: Path) -> N
         assert old.stdout.readline() == "written\n"
         first, second = (Writer(settings(tmp_path), new_book("demo", "new")).ledger for _ in range(2))
         first.close()
-        assert {path.suffix for path in files_in(tmp_path)} == {JSONL}
+        assert {path.suffix for path in files_in(tmp_path)} == {".jsonl"}
         os.kill(old.pid, signal.SIGKILL)
         old.wait()
     second.close()
-    assert {path.suffix for path in files_in(tmp_path)} == {PARQUET}
+    assert {path.suffix for path in files_in(tmp_path)} == {".parquet"}
     assert outputs(tmp_path) == {"ok": 3}
 
 
@@ -504,19 +499,25 @@ def test_rows_are_there_soon_and_a_writer_that_stops_leaves_parquet(tmp_path: Pa
         writer.stop()
     (path,) = (path for path in tmp_path.rglob("*") if path.is_file())
     assert path.name.startswith("Engine-demo-1-")
-    assert path.suffix == PARQUET
+    assert path.suffix == ".parquet"
     assert outputs(tmp_path) == {"ok": 3}
     assert writer.ledger.written == 1
 
 
-def test_a_ledger_at_a_url_is_uploaded_from_a_spool(tmp_path: Path) -> None:
-    url = f"local://{tmp_path}/far"
+def there(url: str) -> bool:
+    system, path = fsspec.url_to_fs(url)
+    return bool(system.exists(path))
+
+
+@pytest.mark.parametrize("scheme", ["local", "memory"])
+def test_a_ledger_at_a_url_is_uploaded_from_a_spool(tmp_path: Path, scheme: str) -> None:
+    url = f"{scheme}://{tmp_path}/far"
     options = settings(url, spool=str(tmp_path / "spool"), upload_s=0.01, format="jsonl")
     book = new_book("demo", "r")
     writer = Writer(options, book, **FAST).start()
     try:
         ran(book, Tokens(output=3))
-        wait_until(lambda: (tmp_path / "far").exists() and outputs(url) == {"ok": 3})
+        wait_until(lambda: there(url) and outputs(url) == {"ok": 3})
         ran(book, Tokens(output=4))
     finally:
         writer.stop()
@@ -553,14 +554,14 @@ def test_a_service_takes_no_rows_from_the_spool_of_another_url(tmp_path: Path) -
 
 def test_the_prices_are_kept_beside_the_rows(tmp_path: Path) -> None:
     options = UsageSettings(
-        ledger=LedgerSettings(folder=str(tmp_path)), prices={"demo": PriceSettings(input=1.0)}
+        ledger=LedgerSettings(folder=str(tmp_path)), prices={"demo": PriceSettings(input=1.0)}, currency="EUR"
     )
     writer = Writer(options, new_book("demo", "r"), **FAST).start()
     try:
         wait_until((tmp_path / "prices.json").exists)
     finally:
         writer.stop()
-    assert json.loads((tmp_path / "prices.json").read_text())["prices"]["demo"]["input"] == 1.0
+    assert LedgerFiles(str(tmp_path)).prices == prices_of(options)
 
 
 @pytest.mark.parametrize(
@@ -630,7 +631,7 @@ def test_a_disk_that_hangs_does_not_hold_up_the_end_of_the_process(tmp_path: Pat
     [("llm#Engine:demo#abc1", "llm-Engine-demo-abc1-"), ("a.b/c d", "a-b-c-d-"), ("#", "engine-")],
 )
 def test_the_name_of_a_process_is_that_of_a_file_and_of_no_other_process(replica: str, name: str) -> None:
-    first, second = unique_name(replica), unique_name(replica)
+    first, second = (new_book("demo", replica).name for _ in range(2))
     assert first.startswith(name)
     assert first != second
 

@@ -14,10 +14,6 @@ from batcher.stats import ContinuousStats
 from serve_app.api.protocol import JSON
 from serve_app.client import Backoff
 from serve_app.rows.pacing import (
-    CAREFUL_S,
-    GROWING_S,
-    STEADY_S,
-    WINDOW_S,
     Auto,
     EngineLoad,
     Fixed,
@@ -109,16 +105,16 @@ def test_auto_shrinks_while_too_much_waits_and_keeps_the_limit_in_between() -> N
 
 def test_auto_looks_again_soon_only_while_it_grows() -> None:
     adaptive = Auto(first=8, clock=Clock())
-    assert adaptive.interval_s == GROWING_S
+    assert adaptive.interval_s == 0.25
     adaptive.observe(EngineLoad(8, 0, 8), 8)
-    assert adaptive.interval_s == GROWING_S
+    assert adaptive.interval_s == 0.25
     adaptive.observe(EngineLoad(16, 20, 0), 16)
-    assert adaptive.interval_s == STEADY_S
+    assert adaptive.interval_s == 1.0
     # Without the load, growth is a guess.
     adaptive.answered()
     adaptive.observe(None, 16)
     assert adaptive.limit == 20
-    assert adaptive.interval_s == STEADY_S
+    assert adaptive.interval_s == 1.0
 
 
 def test_auto_halves_once_for_the_429s_of_one_moment() -> None:
@@ -146,8 +142,8 @@ def test_after_a_refusal_free_places_say_nothing_for_a_while() -> None:
     clock.now = 1.1
     adaptive.observe(EngineLoad(8, 0, 100), 8)
     assert adaptive.limit == 10
-    assert adaptive.interval_s == STEADY_S
-    clock.now = 1.1 + CAREFUL_S
+    assert adaptive.interval_s == 1.0
+    clock.now = 31.1
     adaptive.observe(EngineLoad(10, 0, 100), 10)
     assert adaptive.limit == 40
 
@@ -290,7 +286,7 @@ def test_the_rate_is_that_of_the_last_minute_with_rows() -> None:
         rate.add(5 if second < 100 else 20)
     assert rate.total == 500 + 2000
     assert rate.per_s == pytest.approx(20, rel=0.05)
-    now += 10 * WINDOW_S
+    now += 600
     assert rate.per_s == pytest.approx(20, rel=0.05)
 
 
