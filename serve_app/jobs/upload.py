@@ -57,9 +57,14 @@ class Upload:
 
 
 class Uploads:
-    """The bodies that are coming, by id."""
+    """The bodies that are coming, by id.
 
-    def __init__(self) -> None:
+    Args:
+        begin_s: Seconds that the first piece waits for its request.
+    """
+
+    def __init__(self, begin_s: float = BEGIN_S) -> None:
+        self._begin_s = begin_s
         self._uploads: dict[str, Upload] = {}
         self._opened = asyncio.Condition()
 
@@ -88,7 +93,7 @@ class Uploads:
             Whether the piece was taken; if not, the request has its answer already.
         """
         try:
-            async with asyncio.timeout(BEGIN_S), self._opened:
+            async with asyncio.timeout(self._begin_s), self._opened:
                 await self._opened.wait_for(lambda: id in self._uploads)
                 upload = self._uploads[id]
         except TimeoutError:

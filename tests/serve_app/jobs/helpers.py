@@ -6,15 +6,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 
 from serve_app.api.protocol import JSON
 from serve_app.jobs import failpoints
-from serve_app.jobs.content import Content, Contents, DiskContent
+from serve_app.jobs.content import Content, DiskContent
 from serve_app.jobs.intake import read_rows
 from serve_app.jobs.models import Batch, File
 from serve_app.jobs.storage import add_file
 from serve_app.jobs.store import Store
+from serve_app.rows.rows import Result, Row, RowTokens
 from serve_app.settings.batches import BatchesSettings
 from tests.progress import STILL_S
 
@@ -61,7 +62,13 @@ def batch_of(id: str, input_file: str, tenant: str = "anna", **fields: Any) -> B
     return Batch(id=id, tenant=tenant, input_file=input_file, **(values | fields))
 
 
-def put(store: Store, content: Contents, id: str, text: bytes, tenant: str = "anna") -> None:
+def result_of(row: Row, *, is_error: bool = False) -> Result:
+    """Return the result of a row: a line with its `custom_id`."""
+    line = to_json({"custom_id": from_json(row.text)["custom_id"]}) + b"\n"
+    return Result(row.line, line, is_error, tokens=RowTokens() if is_error else RowTokens(5, 0, 2))
+
+
+def put(store: Store, content: Content[Any], id: str, text: bytes, tenant: str = "anna") -> None:
     """Store a file."""
     draft = content.draft()
     draft.write(text)
@@ -122,7 +129,7 @@ def opened(folder: Path) -> tuple[Store, Content[Path]]:
     return store, on_disk(folder, store.epoch)
 
 
-def bytes_of(content: Contents, id: str, size: int) -> bytes:
+def bytes_of(content: Content[Any], id: str, size: int) -> bytes:
     """Return the first bytes of a content."""
     return b"".join(content.pieces(id, size))
 

@@ -1,4 +1,4 @@
-"""Contents, on a disk and in object storages that are in memory."""
+"""Content[Any], on a disk and in object storages that are in memory."""
 
 import os
 from collections.abc import Callable
@@ -8,15 +8,15 @@ from uuid import uuid4
 
 import pytest
 
-from serve_app.jobs.content import Content, Contents, DiskContent, Draft, Storage
-from serve_app.jobs.errors import ContentLostError
+from serve_app.jobs.content import Content, DiskContent
+from serve_app.rows.errors import RunError
 from tests.serve_app.jobs.helpers import bytes_of
 
-Open = Callable[..., Contents]
+Open = Callable[..., Content[Any]]
 
 
 @pytest.fixture(params=["disk", "memory", "buffered"])
-def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage[Path | None]:
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     if request.param == "disk":
         return DiskContent(tmp_path)
     pytest.importorskip("fsspec", reason="fsspec is not installed here (pip install -e '.[storage]')")
@@ -28,21 +28,21 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage[Path | No
 
 
 @pytest.fixture
-def opened(storage: Storage[Path | None], tmp_path: Path) -> Open:
+def opened(storage: Any, tmp_path: Path) -> Open:
     """Opens the contents as the owner of an epoch."""
 
-    def open(epoch: int = 1, storage: Storage[Path | None] = storage, **options: Any) -> Contents:
+    def open(epoch: int = 1, storage: Any = storage, **options: Any) -> Content[Any]:
         return Content(tmp_path, epoch, storage, **options)
 
     return open
 
 
 @pytest.fixture
-def content(opened: Open) -> Contents:
+def content(opened: Open) -> Content[Any]:
     return opened()
 
 
-def keep(content: Contents, id: str, *texts: bytes) -> Draft:
+def keep(content: Content[Any], id: str, *texts: bytes) -> Any:
     draft = content.draft()
     for text in texts:
         draft.write(text)
@@ -50,7 +50,7 @@ def keep(content: Contents, id: str, *texts: bytes) -> Draft:
     return draft
 
 
-def test_a_draft_becomes_a_content(content: Contents) -> None:
+def test_a_draft_becomes_a_content(content: Content[Any]) -> None:
     draft = content.draft()
     draft.write(b"one\n")
     with draft.open() as file:
@@ -73,7 +73,7 @@ def test_drafts_of_earlier_epochs_are_deleted(opened: Open) -> None:
     assert [earlier.path.exists(), own.path.exists()] == [False, True]
 
 
-def test_a_draft_is_deleted_although_its_last_bytes_find_no_space(content: Contents) -> None:
+def test_a_draft_is_deleted_although_its_last_bytes_find_no_space(content: Content[Any]) -> None:
     draft = content.draft()
     with draft._file:
         draft._file = os.fdopen(os.open("/dev/full", os.O_WRONLY), "wb")
@@ -82,13 +82,13 @@ def test_a_draft_is_deleted_although_its_last_bytes_find_no_space(content: Conte
     assert not draft.path.exists()
 
 
-def test_a_content_that_got_lost_is_told(content: Contents) -> None:
+def test_a_content_that_got_lost_is_told(content: Content[Any]) -> None:
     keep(content, "a", b"one")
     assert b"".join(content.pieces("a", 3, 1)) == b"ne"
-    with pytest.raises(ContentLostError, match="shorter"):
+    with pytest.raises(RunError, match="shorter"):
         bytes_of(content, "a", 4)
     for _ in range(2):
         content.remove("a")
     assert content.size("a") is None
-    with pytest.raises(ContentLostError, match="gone"):
+    with pytest.raises(RunError, match="gone"):
         bytes_of(content, "a", 3)

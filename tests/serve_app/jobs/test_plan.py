@@ -13,17 +13,16 @@ from pydantic_core import from_json, to_json
 
 from serve_app.api.facts import prefix_of
 from serve_app.api.protocol import JSON
-from serve_app.jobs.content import Content, Contents
-from serve_app.jobs.errors import ContentLostError
+from serve_app.jobs.content import Content
 from serve_app.jobs.intake import check, read_rows
-from serve_app.jobs.lines import answered
 from serve_app.jobs.models import Batch
 from serve_app.jobs.plan import InputLine, read_lines
 from serve_app.jobs.storage import unsent
+from serve_app.rows.errors import RunError
 from serve_app.rows.rows import Row
 from serve_app.settings.ingress import IngressSettings
 from tests.serve_app.inspected import inspect
-from tests.serve_app.jobs.helpers import CHAT, NOW, batch_of, limits_of, opened, put, row, text_of
+from tests.serve_app.jobs.helpers import CHAT, NOW, batch_of, limits_of, opened, put, result_of, row, text_of
 
 
 def asked(name: str, *parts: str, model: str = "demo") -> JSON:
@@ -56,7 +55,7 @@ class Site:
     """
 
     def __init__(self, folder: Path, *rows: JSON | bytes, storage: bool = False, start: bytes = b"") -> None:
-        self.content: Contents
+        self.content: Content[Any]
         self.store, self.content = opened(folder)
         if storage:
             from serve_app.jobs.object_storage import Objects
@@ -213,7 +212,7 @@ def test_rows_that_have_a_result_are_left_out(tmp_path: Path) -> None:
     site = Site(tmp_path, *(asked(str(number), prefixes[number % 3], "?") for number in range(30)))
     taken = site.taken()
     done = random.sample(taken, 12)
-    site.store.record({"b": [answered("b", one, 200, {}) for one in done]})
+    site.store.record({"b": [result_of(one) for one in done]})
     assert site.taken() == [one for one in taken if one not in done]
     site.store.close()
 
@@ -241,7 +240,7 @@ def test_a_file_that_is_gone_has_no_plan(tmp_path: Path) -> None:
     site = Site(tmp_path, row("x"))
     site.store.end("b", "failed", NOW)
     site.store.remove_file("anna", "in")
-    with pytest.raises(ContentLostError):
+    with pytest.raises(RunError, match="in is gone"):
         site.store.plan("in")
     site.store.close()
 

@@ -3,27 +3,16 @@
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 from uuid import uuid4
 
 import pytest
-import sqlalchemy as sa
 from pydantic_core import from_json
 
 from serve_app.jobs import failpoints
-from serve_app.jobs.content import Content, Contents
-from serve_app.jobs.db import FILES
-from serve_app.jobs.errors import ContentLostError, TooManyError
-from serve_app.jobs.lines import answered
-from serve_app.jobs.plan import RowPlan
-from serve_app.jobs.storage import (
-    add_file,
-    close,
-    delete_contents,
-    delete_noted,
-    give_up,
-    remove_expired,
-    unsent,
-)
+from serve_app.jobs.content import Content
+from serve_app.jobs.storage import close, delete_noted, give_up, remove_expired, unsent
+from serve_app.rows.errors import RunError
 from serve_app.rows.rows import Result, Row
 from serve_app.system.database import DatabaseError
 from tests.serve_app.jobs.helpers import (
@@ -38,11 +27,10 @@ from tests.serve_app.jobs.helpers import (
     on_disk,
     opened,
     put,
+    result_of,
     row,
     text_of,
 )
-
-NO_ROWS = RowPlan(b"", ())
 
 
 def test_files_are_deleted_when_their_time_is_over(tmp_path: Path) -> None:
@@ -93,25 +81,12 @@ def test_contents_of_others_stay(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_file_beyond_the_limits_leaves_no_content(tmp_path: Path) -> None:
-    store, content = opened(tmp_path)
-    draft = content.draft()
-    draft.write(b"12")
-    with pytest.raises(TooManyError):
-        add_file(store, content, draft, file_of("in", size=2), NO_ROWS, limits_of(max_tenant_bytes=1))
-    assert ids_on_disk(content) == set()
-    assert store.noted_contents() == []
-    store.close()
-
-
 @pytest.mark.parametrize("down", [False, True], ids=["once", "for longer"])
 @pytest.mark.parametrize("point", ["content.rename", "content.renamed", "store.commit", "store.committed"])
 def test_a_file_that_can_not_be_added_leaves_nothing_after_a_start(
     point: str, down: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, content = opened(tmp_path)
-    draft = content.draft()
-    draft.write(b"1")
     noted: list[str] = []
 
     def fail(reached: str) -> None:
@@ -125,7 +100,7 @@ def test_a_file_that_can_not_be_added_leaves_nothing_after_a_start(
 
     monkeypatch.setattr(failpoints, "hook", fail)
     with pytest.raises((OSError, DatabaseError)):
-        add_file(store, content, draft, file_of("in"), NO_ROWS, limits_of())
+        put(store, content, "in", b"1")
     monkeypatch.setattr(failpoints, "hook", None)
     assert store.files("anna").items == []
     assert (store.noted_contents() == []) is not (down and point.startswith("store"))
@@ -149,7 +124,7 @@ def test_a_content_that_can_not_be_deleted_stays_noted(
 
     monkeypatch.setattr(failpoints, "hook", fail)
     with pytest.raises(OSError, match="the storage fails"):
-        delete_contents(store, content, ["a", "b"])
+        delete_noted(store, content)
     assert (ids_on_disk(content), store.noted_contents()) == ({"a"}, ["a"])
     assert delete_noted(store, content) == 1
     assert ids_on_disk(content) == set()
@@ -176,7 +151,8 @@ def test_a_content_that_can_not_be_deleted_keeps_no_other(
 ) -> None:
     store, content = opened(tmp_path)
     for number in range(3):
-        put(store, content, f"in-{number}", b"x")
+        content.keep(content.draft(), f"in-{number}")
+        store.add_file(replace(file_of(f"in-{number}"), expires_at=NOW))
     remaining = ["the storage fails"]
 
     def fail(point: str) -> None:
@@ -185,8 +161,6 @@ def test_a_content_that_can_not_be_deleted_keeps_no_other(
 
     store.add_batch(batch_of("old", "in-0"), 1)
     store.end("old", "failed", NOW)
-    with store._transaction() as db:
-        db.execute(sa.update(FILES).values(expires_at=NOW))
     monkeypatch.setattr(failpoints, "hook", fail)
     with pytest.raises(OSError, match="the storage fails"):
         remove_expired(store, content, NOW + 100 * DAY_S, limits_of())
@@ -237,8 +211,7 @@ def test_results_are_written_once_whatever_the_commit_said(
     put(store, content, "in", b"".join(row.text for row in ROWS))
     store.add_batch(batch_of("b", "in"), 1)
     store.move("b", "in_progress", NOW, total=3)
-    usage = {"prompt_tokens": 5, "completion_tokens": 2}
-    results = [answered("b", ROWS[0], 200, {"usage": usage}), answered("b", ROWS[1], 404, {})]
+    results = [result_of(ROWS[0]), result_of(ROWS[1], is_error=True)]
 
     def fail(point: str) -> None:
         if point in failing:
@@ -275,9 +248,9 @@ def test_a_batch_whose_input_lost_rows_does_not_end_as_complete(tmp_path: Path) 
     put(store, content, "in", b"".join(row.text for row in ROWS))
     store.add_batch(batch_of("b", "in"), 1)
     store.move("b", "in_progress", NOW, total=3)
-    store.record({"b": [answered("b", ROWS[0], 200, {})]})
+    store.record({"b": [result_of(ROWS[0])]})
     content.path("in").write_bytes(ROWS[0].text + ROWS[1].text)
-    with pytest.raises(ContentLostError, match="in has changed"):
+    with pytest.raises(RunError, match="in has changed"):
         close(store, content, store.move("b", "finalizing", NOW), NOW)
     batch = store.batch("b")
     assert (batch.state, batch.completed, batch.failed) == ("finalizing", 1, 1)
@@ -287,7 +260,7 @@ def test_a_batch_whose_input_lost_rows_does_not_end_as_complete(tmp_path: Path) 
 @pytest.mark.parametrize("where", ["disk", "memory"])
 def test_the_results_of_a_batch_that_lost_its_input_are_kept(where: str, tmp_path: Path) -> None:
     store = opened(tmp_path)[0]
-    content: Contents = on_disk(tmp_path)
+    content: Content[Any] = on_disk(tmp_path)
     if where == "memory":
         pytest.importorskip("fsspec")
         from serve_app.jobs.object_storage import Objects
@@ -297,9 +270,9 @@ def test_the_results_of_a_batch_that_lost_its_input_are_kept(where: str, tmp_pat
     store.add_batch(batch_of("b", "in"), 1)
     store.move("b", "in_progress", NOW, total=3)
     results = [
-        answered("b", ROWS[1], 404, {}),
-        answered("b", ROWS[2], 200, {}),
-        answered("b", ROWS[0], 200, {}),
+        result_of(ROWS[1], is_error=True),
+        result_of(ROWS[2]),
+        result_of(ROWS[0]),
     ]
     store.record({"b": results})
     content.remove("in")
