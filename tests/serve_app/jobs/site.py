@@ -20,6 +20,18 @@ from tests.serve_app.jobs.helpers import CHAT, NOW, limits_of, opened, text_of
 LIMITS = limits_of(max_file_bytes=1 << 20, max_open_batches=3, max_tenant_bytes=3 << 20)
 
 
+def http_of(app: Any) -> httpx.AsyncClient:
+    """Return an HTTP client of the routes."""
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://batches")
+
+
+def client_of(app: Any, key: str) -> openai.AsyncOpenAI:
+    """Return OpenAI's client with an API key, which is its tenant."""
+    # Its type hints name another package; it takes clients of both.
+    http: Any = http_of(app)
+    return openai.AsyncOpenAI(base_url="http://batches/v1", api_key=key, http_client=http, max_retries=0)
+
+
 class Site:
     """The routes and a runner behind them."""
 
@@ -49,13 +61,11 @@ class Site:
 
     def http(self) -> httpx.AsyncClient:
         """Return an HTTP client."""
-        return httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://batches")
+        return http_of(self.app)
 
     def client(self, key: str) -> openai.AsyncOpenAI:
         """Return OpenAI's client with an API key, which is its tenant."""
-        # Its type hints name another package; it takes clients of both.
-        http: Any = self.http()
-        return openai.AsyncOpenAI(base_url="http://batches/v1", api_key=key, http_client=http, max_retries=0)
+        return client_of(self.app, key)
 
     async def ended(self, client: openai.AsyncOpenAI, id: str) -> Batch:
         """Poll a batch until it has ended."""

@@ -123,13 +123,21 @@ async def running(folder: Path, engine: Engine, **options: Any) -> AsyncIterator
         store.close()
 
 
+ODD = (
+    '{"body": 1, "custom_id": "ü\\n", "method": "POST", "url": "/v1/chat/completions", "body": '
+    '{"model": "demo", "n": 18446744073709551616, "messages": [{"content": "z"}], "service_tier": "default"}}'
+).encode()
+"""A row with two bodies, of which the last counts."""
+
+
 async def test_rows_are_sent_as_flex_and_their_answers_written(tmp_path: Path) -> None:
     engine = Engine()
     async with running(tmp_path, engine) as bench:
-        bench.add("b", row("x"), b"", row("y"))
+        bench.add("b", row("x"), b"", row("y"), ODD)
         batch = await bench.ended("b")
         output, errors = bench.lines(batch)
-    assert (batch.total, batch.completed, batch.failed, batch.model) == (2, 2, 0, "demo")
+    assert (batch.total, batch.completed, batch.failed, batch.model) == (3, 3, 0, "demo")
+    assert output["ü\n"]["id"] == "batch_req_b_4"
     assert output["y"] == {
         "id": "batch_req_b_3",
         "custom_id": "y",
@@ -142,6 +150,19 @@ async def test_rows_are_sent_as_flex_and_their_answers_written(tmp_path: Path) -
     }
     assert errors == {}
     assert engine.bodies["x"] == row("x")["body"] | {"service_tier": "flex"}
+    assert (engine.bodies["z"]["n"], engine.bodies["z"]["service_tier"]) == (1 << 64, "flex")
+
+
+async def test_a_row_without_a_field_in_its_body_is_sent_as_flex(tmp_path: Path) -> None:
+    class Bare(Served):
+        async def send(self, request: RowRequest) -> RowAnswer:
+            return RowAnswer(400, {"sent": request.body})
+
+    async with running(tmp_path, Bare()) as bench:
+        line = b'{"custom_id": "x", "method": "POST", "url": "/generate", "body": { }}'
+        bench.add("b", line, endpoint="/generate")
+        _, errors = bench.lines(await bench.ended("b"))
+    assert errors["x"]["response"]["body"] == {"sent": {"service_tier": "flex"}}
 
 
 async def test_a_row_that_is_refused_stops_no_other(tmp_path: Path) -> None:

@@ -4,23 +4,22 @@ import asyncio
 import threading
 import tracemalloc
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
-from starlette.types import Message
 
-from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
-from serve_app.jobs.content import Content, DiskContent, Draft
-from serve_app.jobs.intake import FORM_BYTES, MAX_ERRORS, check, read_rows, receive
+from serve_app.jobs.content import Content, DiskContent
+from serve_app.jobs.intake import check, read_rows
+from serve_app.jobs.routes import BatchAPI
+from serve_app.jobs.store import Store
+from tests.progress import until
 from tests.serve_app.jobs.helpers import CHAT, limits_of, on_disk, row, text_of
+from tests.serve_app.jobs.site import http_of
 
 BOUNDARY = "b0undary"
 HEAD = (
@@ -31,30 +30,24 @@ TAIL = f"\r\n--{BOUNDARY}--\r\n".encode()
 KIND = {"content-type": f"multipart/form-data; boundary={BOUNDARY}"}
 
 
-def site(folder: Path) -> httpx.AsyncClient:
-    """Return a client of an application that keeps the file of a form as `kept`."""
-    content = on_disk(folder)
-
-    async def keep(request: Request) -> Response:
-        upload = await receive(request, content, 100 << 20)
-        assert upload.draft is not None
-        content.keep(upload.draft, "kept")
-        return JSONResponse({"filename": upload.filename, **upload.fields})
-
-    app = Starlette(routes=[Route("/", keep, methods=["POST"])])
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://upload")
+@asynccontextmanager
+async def site(folder: Path, content: Content[Path] | None = None) -> AsyncIterator[httpx.AsyncClient]:
+    """Yield a client of the routes."""
+    store = Store(folder)
+    content = content or on_disk(folder, store.epoch)
+    async with http_of(BatchAPI(store, content, lambda: None, limits=lambda key: limits_of()).app()) as http:
+        yield http
+    store.close()
 
 
-def request_of(*pieces: bytes) -> Request:
-    """Return the request of a form."""
-    left = [*pieces]
+async def post(http: httpx.AsyncClient, content: Any) -> httpx.Response:
+    """Send a form."""
+    return await http.post("/v1/files", content=content, headers=KIND)
 
-    async def receive() -> Message:
-        piece = left.pop(0)
-        return {"type": "http.request", "body": piece, "more_body": bool(left)}
 
-    headers = [(name.encode(), value.encode()) for name, value in KIND.items()]
-    return Request({"type": "http", "method": "POST", "path": "/", "headers": headers}, receive)
+def kept(folder: Path, answer: httpx.Response) -> Path:
+    """Return the content of a file that was sent."""
+    return folder / "files" / answer.json()["id"]
 
 
 async def test_a_form_may_come_in_any_pieces(tmp_path: Path) -> None:
@@ -67,9 +60,10 @@ async def test_a_form_may_come_in_any_pieces(tmp_path: Path) -> None:
 
     async with site(tmp_path) as http:
         for size in (1, 7, 1000):
-            answer = await http.post("/", content=pieces(size), headers=KIND)
-            assert answer.json() == {"filename": "ü.jsonl", "purpose": "batch"}
-            assert (tmp_path / "files" / "kept").read_bytes() == data
+            answer = await post(http, pieces(size))
+            assert (answer.json()["filename"], answer.json()["purpose"]) == ("ü.jsonl", "batch")
+            # A last line without an end gets one.
+            assert kept(tmp_path, answer).read_bytes().removesuffix(b"\n") == data.removesuffix(b"\n")
 
 
 @pytest.mark.parametrize(
@@ -79,18 +73,20 @@ async def test_a_form_may_come_in_any_pieces(tmp_path: Path) -> None:
         ("; filename=\"in.jsonl\"; filename*=utf-8''%C3%BC.jsonl", "in.jsonl"),
         ('; filename=""', "file"),
         ("", "file"),
+        # PostgreSQL stores no NUL.
+        ('; filename="a\0b.jsonl"', "a\ufffdb.jsonl"),
     ],
 )
 async def test_the_file_may_have_any_name_or_none(tmp_path: Path, given: str, filename: str) -> None:
     head = HEAD.replace('; filename="ü.jsonl"'.encode(), given.encode())
     async with site(tmp_path) as http:
-        answer = await http.post("/", content=head + b"{}" + TAIL, headers=KIND)
-    assert answer.json() == {"filename": filename, "purpose": "batch"}
-    assert (tmp_path / "files" / "kept").read_bytes() == b"{}"
+        answer = await post(http, head + b"{}\n" + TAIL)
+        assert (answer.json()["filename"], answer.json()["purpose"]) == (filename, "batch")
+        assert kept(tmp_path, answer).read_bytes() == b"{}\n"
 
 
 async def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
-    piece = b"0123456789abcdef" * 4096
+    piece = b"x" * 65_535 + b"\n"
 
     async def pieces() -> AsyncIterator[bytes]:
         yield HEAD
@@ -100,11 +96,11 @@ async def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
 
     async with site(tmp_path) as http:
         tracemalloc.start()
-        answer = await http.post("/", content=pieces(), headers=KIND)
+        answer = await post(http, pieces())
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert answer.status_code == 200
-    assert (tmp_path / "files" / "kept").stat().st_size == 500 * len(piece)
+    assert kept(tmp_path, answer).stat().st_size == 500 * len(piece)
     assert peak < 3 << 20
 
 
@@ -118,39 +114,37 @@ async def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     ids=["before the first part", "parts without headers", "behind the last part"],
 )
 async def test_bytes_that_are_not_the_file_are_bounded(tmp_path: Path, head: bytes, more: bytes) -> None:
-    pieces = [head, *[more] * (2 * FORM_BYTES // len(more))]
-    with pytest.raises(RequestError) as caught:
-        await receive(request_of(*pieces), on_disk(tmp_path), 100 << 20)
-    assert caught.value.status == 413
+    async def pieces() -> AsyncIterator[bytes]:
+        yield head
+        for _ in range(150_000 // len(more)):
+            yield more
+
+    async with site(tmp_path) as http:
+        assert (await post(http, pieces())).status_code == 413
     assert [*(tmp_path / "drafts").iterdir()] == []
 
 
 async def test_a_draft_made_after_the_end_of_its_request_is_deleted(tmp_path: Path) -> None:
-    loop, opening, go = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+    loop, opening, made, go = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event(), threading.Event()
 
     class SlowContent(Content[Path]):
-        def draft(self) -> Draft:
+        def draft(self) -> Any:
             loop.call_soon_threadsafe(opening.set)
             go.wait()
-            return super().draft()
+            draft = super().draft()
+            assert draft.path.exists()
+            loop.call_soon_threadsafe(made.set)
+            return draft
 
-    receiving = asyncio.create_task(
-        receive(request_of(HEAD, TAIL), SlowContent(tmp_path, 1, DiskContent(tmp_path)), 100)
-    )
-    await opening.wait()
-    receiving.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await receiving
-    go.set()
-    await loop.shutdown_default_executor()
-    assert [*(tmp_path / "drafts").iterdir()] == []
-
-
-async def test_a_name_has_no_nul_which_postgresql_does_not_store(tmp_path: Path) -> None:
-    head = HEAD.replace("ü".encode(), b"a\0b")
-    upload = await receive(request_of(head, TAIL), on_disk(tmp_path), 100)
-    upload.discard()
-    assert upload.filename == "a\ufffdb.jsonl"
+    async with site(tmp_path, SlowContent(tmp_path, 1, DiskContent(tmp_path))) as http:
+        posting = asyncio.create_task(post(http, HEAD + TAIL))
+        await opening.wait()
+        posting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await posting
+        go.set()
+        await made.wait()
+        await until(lambda: not [*(tmp_path / "drafts").iterdir()])
 
 
 MODELS = ("demo", "other")
@@ -241,9 +235,9 @@ def test_too_many_rows_are_an_error() -> None:
 
 def test_the_number_of_errors_is_bounded() -> None:
     for rows in ([b"{"] * 150, [row(str(number), url="/v1/rerank") for number in range(150)]):
-        assert [error["line"] for error in errors_of(*rows)] == list(range(1, MAX_ERRORS + 1))
+        assert [error["line"] for error in errors_of(*rows)] == list(range(1, 101))
     errors = errors_of(*([b"{}"] * 150))
-    assert [error["line"] for error in errors] == [1 + at // 4 for at in range(MAX_ERRORS)]
+    assert [error["line"] for error in errors] == [1 + at // 4 for at in range(100)]
 
 
 def test_memory_does_not_grow_with_the_bytes(tmp_path: Path) -> None:

@@ -17,8 +17,7 @@ from serve_app.api.protocol import JSON
 from serve_app.auth.key_store import Caller
 from serve_app.auth.keys import Key, hash_key
 from serve_app.jobs import failpoints
-from serve_app.jobs.intake import FORM_BYTES
-from serve_app.jobs.models import ENDED, STATES, Batch, Page, State, batch_object, file_object, list_object
+from serve_app.jobs.models import ENDED
 from serve_app.jobs.routes import BatchAPI
 from serve_app.jobs.store import Store
 from serve_app.settings.batches import DAY_S
@@ -37,7 +36,7 @@ from tests.serve_app.jobs.helpers import (
     row,
     text_of,
 )
-from tests.serve_app.jobs.site import LIMITS, Site, create, upload
+from tests.serve_app.jobs.site import LIMITS, Site, client_of, create, http_of, upload
 
 
 async def test_requests_are_answered_while_the_threads_of_the_loop_are_busy(
@@ -167,6 +166,14 @@ async def test_lists_have_pages(site: Site, client: openai.AsyncOpenAI) -> None:
             await wrong
     with pytest.raises(openai.BadRequestError, match="1 to 100"):
         await client.batches.list(limit=101)
+    for key, ids in (("anna", [file.id for file in reversed(files)]), ("ben", [])):
+        async with site.http() as http:
+            found = (
+                await http.get("/v1/files?purpose=batch", headers={"authorization": f"Bearer {key}"})
+            ).json()
+        assert [FileObject.model_validate(one, strict=True).id for one in found["data"]] == ids
+        ends = (ids[0], ids[-1]) if ids else (None, None)
+        assert (found["first_id"], found["last_id"], found["has_more"]) == (*ends, False)
 
 
 async def test_a_tenant_sees_its_own_only(site: Site, client: openai.AsyncOpenAI) -> None:
@@ -278,14 +285,28 @@ async def test_uploads_under_way_are_limited_together(site: Site, client: openai
         await upload(client, b"x" * 600_000)
 
 
-async def test_the_number_of_uploads_is_limited(site: Site, client: openai.AsyncOpenAI) -> None:
-    site.limits = LIMITS.model_copy(update={"max_files": 2})
-    files = [await upload(client, row("a")) for _ in range(2)]
+async def test_the_limits_of_a_tenant_count_nothing_else(place: Place, tmp_path: Path) -> None:
+    store = Store(place())
+    limits = limits_of(max_files=2, max_tenant_bytes=1000, max_open_batches=1)
+    app = BatchAPI(store, on_disk(tmp_path), lambda: None, limits=lambda key: limits).app()
+    anna, ben = client_of(app, "anna"), client_of(app, "ben")
+    store.add_file(file_of("result", purpose="batch_output"))
+    files = [await upload(anna, row("a")) for _ in range(2)]
     with pytest.raises(openai.BadRequestError, match="has 2 files, which is the limit; delete files first"):
-        await upload(client, row("a"))
-    assert len(ids_on_disk(site.content)) == 2
-    await client.files.delete(files[0].id)
-    await upload(client, row("a"))
+        await upload(anna, row("a"))
+    large = await upload(ben, b"x" * 900)
+    with pytest.raises(openai.BadRequestError, match="would have more than"):
+        await upload(ben, b"x" * 200)
+    for tenant, file in ((anna, files[0]), (ben, large)):
+        await tenant.files.delete(file.id)
+        await upload(tenant, b"x" * 200)
+    assert store.noted_contents() == []
+    batch = await create(anna, files[1])
+    with pytest.raises(openai.BadRequestError, match="1 batches of this tenant are open"):
+        await create(anna, files[1])
+    store.end(batch.id, "failed", NOW)
+    await create(anna, files[1])
+    store.close()
 
 
 @pytest.mark.parametrize(
@@ -298,7 +319,7 @@ async def test_the_number_of_uploads_is_limited(site: Site, client: openai.Async
         (form(PURPOSE, ('name="other"; filename="in"', b"")), 400, "one file"),
         (form(PURPOSE, FILE)[:-20], 400, "ends early"),
         (b"no form at all", 400, "can't be read"),
-        (form(('name="x"', b"x" * (FORM_BYTES + 1)), FILE), 413, "more than 65536"),
+        (form(('name="x"', b"x" * 65_537), FILE), 413, "more than 65536"),
         (form(PURPOSE, ('name="file"; filename="in"', b"x" * (LIMITS.max_file_bytes + 1))), 413, "larger"),
         (form(PURPOSE, FILE, ('name="expires_after[seconds]"', b"5")), 400, "expires_after"),
     ],
@@ -437,15 +458,6 @@ async def test_windows_and_expiry_of_results(site: Site, client: openai.AsyncOpe
     assert (await client.files.retrieve(batch.output_file_id)).expires_at == NOW + 3600
 
 
-async def test_open_batches_are_limited(site: Site, client: openai.AsyncOpenAI) -> None:
-    site.engine.go.clear()
-    file = await upload(client, row("a"))
-    for _ in range(3):
-        await create(client, file)
-    with pytest.raises(openai.BadRequestError, match="3 batches of this tenant are open"):
-        await create(client, file)
-
-
 async def test_the_oldest_batches_make_space_for_new_ones(site: Site, client: openai.AsyncOpenAI) -> None:
     site.limits = LIMITS.model_copy(update={"max_batches": 2})
     file = await upload(client, row("a"), row("bad"))
@@ -458,73 +470,70 @@ async def test_the_oldest_batches_make_space_for_new_ones(site: Site, client: op
     assert {each.id async for each in client.files.list()} == ids_on_disk(site.content)
 
 
-def with_results(state: State, **fields: Any) -> Batch:
-    values = {"total": 3, "completed": 2, "failed": 1, "output_bytes": 20, "error_bytes": 10}
-    return batch_of("b", "in", state=state, **(values | fields))
+STATES = (
+    *("validating", "in_progress", "finalizing", "cancelling"),
+    *("completed", "failed", "expired", "cancelled"),
+)
+RESULTS: JSON = {"total": 3, "completed": 2, "failed": 1, "output_bytes": 20, "error_bytes": 10}
 
 
-def test_a_file_is_what_the_client_expects() -> None:
-    found = FileObject.model_validate(file_object(file_of("a", size=7, expires_at=NOW + 1)), strict=True)
-    assert (found.id, found.bytes, found.filename, found.purpose) == ("a", 7, "a.jsonl", "batch")
-    assert (found.created_at, found.expires_at, found.status) == (NOW, NOW + 1, "processed")
+async def shown(folder: Path, warning: str = "", **fields: Any) -> JSON:
+    """Return the JSON of a batch with results, of which some fields are different."""
+    store = Store(folder)
+    store.add_file(file_of("in"))
+    store.add_batch(batch_of("b", "in", **(RESULTS | fields)), 1)
+    warnings = {"b": warning} if warning else {}
+    app = BatchAPI(
+        store, on_disk(folder), lambda: None, limits=lambda key: LIMITS, warnings=lambda: warnings
+    ).app()
+    async with http_of(app) as http:
+        answer = await http.get("/v1/batches/b", headers={"x-tenant": "anna"})
+    store.close()
+    found: JSON = answer.json()
+    return found
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_a_batch_is_what_the_client_expects_in_each_state(state: State) -> None:
-    found = OpenAIBatch.model_validate(batch_object(with_results(state)), strict=True)
+async def test_a_batch_is_what_the_client_expects_in_each_state(tmp_path: Path, state: str) -> None:
+    found = OpenAIBatch.model_validate(await shown(tmp_path, state=state), strict=True)
     assert (found.id, found.status, found.input_file_id) == ("b", state, "in")
     assert found.request_counts is not None
-    assert (found.request_counts.total, found.request_counts.completed, found.request_counts.failed) == (
-        3,
-        2,
-        1,
-    )
-
-
-@pytest.mark.parametrize("state", STATES)
-def test_the_result_files_are_named_once_the_batch_has_ended(state: State) -> None:
-    found = batch_object(with_results(state))
+    assert found.request_counts.model_dump() == {"total": 3, "completed": 2, "failed": 1}
     ended = state in ENDED
-    assert found["output_file_id"] == ("file-b-out" if ended else None)
-    assert found["error_file_id"] == ("file-b-err" if ended else None)
+    assert found.output_file_id == ("file-b-out" if ended else None)
+    assert found.error_file_id == ("file-b-err" if ended else None)
+    assert (found.errors, found.metadata) == (None, None)
 
 
-def test_a_result_file_without_rows_is_not_named() -> None:
-    found = batch_object(with_results("completed", error_bytes=0))
-    assert (found["output_file_id"], found["error_file_id"]) == ("file-b-out", None)
-    found = batch_object(with_results("expired", output_bytes=0))
-    assert (found["output_file_id"], found["error_file_id"]) == (None, "file-b-err")
+@pytest.mark.parametrize("empty", ["output", "error"])
+async def test_a_result_file_without_rows_is_not_named(tmp_path: Path, empty: str) -> None:
+    found = await shown(tmp_path, state="completed", **{f"{empty}_bytes": 0})
+    assert [found[f"{name}_file_id"] is None for name in (empty, "output", "error")].count(True) == 2
 
 
-def test_errors_and_metadata_are_null_where_there_are_none() -> None:
-    found = batch_object(batch_of("b", "in"))
-    assert (found["errors"], found["metadata"]) == (None, None)
+async def test_errors_and_metadata_are_shown(tmp_path: Path) -> None:
     error = {"code": "invalid_json", "line": 2, "message": "not JSON", "param": None}
-    found = batch_object(batch_of("b", "in", metadata={"a": "1"}, errors=(error,)))
+    found = await shown(tmp_path, metadata={"a": "1"}, errors=(error,))
     assert found["errors"] == {"object": "list", "data": [error]}
     assert found["metadata"] == {"a": "1"}
 
 
-def test_a_warning_is_shown_while_the_batch_is_open() -> None:
-    assert batch_object(with_results("in_progress"), "late")["warnings"] == ["late"]
-    assert "warnings" not in batch_object(with_results("in_progress"))
-    assert "warnings" not in batch_object(with_results("completed"), "late")
+@pytest.mark.parametrize(
+    ("state", "warning", "warnings"),
+    [("in_progress", "late", ["late"]), ("in_progress", "", None), ("completed", "late", None)],
+)
+async def test_a_warning_is_shown_while_the_batch_is_open(
+    tmp_path: Path, state: str, warning: str, warnings: list[str] | None
+) -> None:
+    assert (await shown(tmp_path, warning, state=state)).get("warnings") == warnings
 
 
-def test_tokens_are_added_up() -> None:
-    batch = with_results("completed", input_tokens=10, cached_tokens=4, output_tokens=7, reasoning_tokens=2)
-    assert batch_object(batch)["usage"] == {
+async def test_tokens_are_added_up(tmp_path: Path) -> None:
+    tokens = {"input_tokens": 10, "cached_tokens": 4, "output_tokens": 7, "reasoning_tokens": 2}
+    assert (await shown(tmp_path, state="completed", **tokens))["usage"] == {
         "input_tokens": 10,
         "input_tokens_details": {"cached_tokens": 4},
         "output_tokens": 7,
         "output_tokens_details": {"reasoning_tokens": 2},
         "total_tokens": 17,
     }
-
-
-def test_a_page_names_its_ends() -> None:
-    found = list_object(Page([file_of("a"), file_of("b")], True), file_object)
-    assert [item["id"] for item in found["data"]] == ["a", "b"]
-    assert (found["first_id"], found["last_id"], found["has_more"]) == ("a", "b", True)
-    empty = list_object(Page([], False), file_object)
-    assert (empty["data"], empty["first_id"], empty["last_id"], empty["has_more"]) == ([], None, None, False)

@@ -1,16 +1,18 @@
 """vLLM's `run_batch` reads the same input files, and writes the same lines."""
 
 from io import BytesIO
+from pathlib import Path
 
 import pytest
-from pydantic_core import to_json
 from vllm.entrypoints.launchers.run_batch import BatchRequestInput, BatchRequestOutput
 
 from serve_app.api.protocol import JSON
 from serve_app.jobs.intake import check, read_rows
-from serve_app.jobs.lines import EXPIRED, answered, unrun
-from serve_app.rows.rows import Row
-from tests.serve_app.jobs.helpers import CHAT, limits_of, row, text_of
+from serve_app.rows.pacing import Fixed
+from serve_app.rows.rows import RowAnswer, RowRequest
+from tests.serve_app.jobs.engine import Engine
+from tests.serve_app.jobs.helpers import CHAT, NOW, limits_of, row, text_of
+from tests.serve_app.jobs.test_batches import running
 
 CHAT_BODY: JSON = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
 ANSWER: JSON = {
@@ -38,9 +40,25 @@ def test_a_line_that_run_batch_takes_is_valid_here(url: str, body: JSON) -> None
     assert check(plan, url, {"demo"}, 1) == []
 
 
-def test_a_result_is_a_line_of_run_batch() -> None:
-    sent = Row(1, to_json(row("a")))
-    for result, status in ((answered("batch_1", sent, 200, ANSWER), 200), (unrun("b", sent, EXPIRED), None)):
-        line = BatchRequestOutput.model_validate_json(result.text)
-        assert line.custom_id == "a"
+class Chat(Engine):
+    """Engines that answer as vLLM does."""
+
+    async def send(self, request: RowRequest) -> RowAnswer:
+        return RowAnswer((await super().send(request)).status, ANSWER)
+
+
+async def test_a_result_is_a_line_of_run_batch(tmp_path: Path) -> None:
+    engine = Chat()
+    engine.go.clear()
+    async with running(tmp_path, engine, concurrency=Fixed(1)) as bench:
+        bench.add("b", row("a"), row("not run"))
+        await engine.until(lambda: engine.running == 1)
+        bench.store.move("b", "cancelling", NOW)
+        bench.runner.notice()
+        engine.go.set()
+        output, errors = bench.lines(await bench.ended("b", state="cancelled"))
+    for lines, id, status in ((output, "a", 200), (errors, "not run", None)):
+        line = BatchRequestOutput.model_validate(lines[id])
+        assert line.custom_id == id
         assert (line.response.status_code if line.response else None) == status
+    assert errors["not run"]["error"]["code"] == "batch_cancelled"
