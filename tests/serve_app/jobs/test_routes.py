@@ -20,6 +20,7 @@ from serve_app.jobs import failpoints
 from serve_app.jobs.models import ENDED
 from serve_app.jobs.routes import BatchAPI
 from serve_app.jobs.store import Store
+from serve_app.rows.rows import Result
 from serve_app.settings.batches import DAY_S
 from serve_app.system.database import Database, DatabaseError
 from tests.progress import STILL_S
@@ -290,7 +291,6 @@ async def test_the_limits_of_a_tenant_count_nothing_else(place: Place, tmp_path:
     limits = limits_of(max_files=2, max_tenant_bytes=1000, max_open_batches=1)
     app = BatchAPI(store, on_disk(tmp_path), lambda: None, limits=lambda key: limits).app()
     anna, ben = client_of(app, "anna"), client_of(app, "ben")
-    store.add_file(file_of("result", purpose="batch_output"))
     files = [await upload(anna, row("a")) for _ in range(2)]
     with pytest.raises(openai.BadRequestError, match="has 2 files, which is the limit; delete files first"):
         await upload(anna, row("a"))
@@ -304,8 +304,15 @@ async def test_the_limits_of_a_tenant_count_nothing_else(place: Place, tmp_path:
     batch = await create(anna, files[1])
     with pytest.raises(openai.BadRequestError, match="1 batches of this tenant are open"):
         await create(anna, files[1])
-    store.end(batch.id, "failed", NOW)
+    store.move(batch.id, "in_progress", NOW, total=1)
+    store.record({batch.id: [Result(1, b"{}\n", False)]})
+    store.move(batch.id, "finalizing", NOW)
+    store.end(batch.id, "completed", NOW)
     await create(anna, files[1])
+    # The output of the batch is a file too, and does not count.
+    newest, *_ = [file.id async for file in anna.files.list(purpose="batch")]
+    await anna.files.delete(newest)
+    await upload(anna, row("a"))
     store.close()
 
 
