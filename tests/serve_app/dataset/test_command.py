@@ -88,7 +88,7 @@ def test_a_run(
     printed = shown(capsys)
     assert printed["rows"] == "100: 100 with a result, 0 failed"
     assert printed["tokens"] == "290 in, 290 out"
-    assert re.fullmatch(r"100 answered, 0 rows sent again; p50 .*, p90 .*, p99 .*", printed["calls"])
+    assert re.fullmatch(r"100 answered, 0 further tries; p50 .*, p90 .*, p99 .*", printed["calls"])
     assert "batcher" not in printed
     assert "this run" not in printed
     report = json.loads((tmp_path / f"{name}.report.json").read_text())
