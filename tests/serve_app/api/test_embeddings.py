@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.api.embeddings import EmbeddingRequest, embedding_response, parse_embedding
+from serve_app.api.embeddings import embedding_response, parse_embedding
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
 
@@ -65,9 +65,8 @@ def test_a_wrong_field_is_named(change: JSON, param: str) -> None:
 
 
 def answer(vectors: list[Any], tokens: int = 5, **fields: Any) -> JSON:
-    response = embedding_response(
-        EmbeddingRequest(input=["x"] * len(vectors), **fields), "m", vectors, tokens
-    )
+    request = parse_embedding({"input": ["x"] * len(vectors), **fields}, max_texts=20)
+    response = embedding_response(request, "m", vectors, tokens)
     return response | {"data": list(response["data"])}
 
 

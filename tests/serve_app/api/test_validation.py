@@ -2,22 +2,22 @@
 
 import pytest
 
-from serve_app.api.validation import field_path, suggestion
+from serve_app.api.validation import mistake, suggestion
 
 
 @pytest.mark.parametrize(
-    ("parts", "root", "path"),
+    ("body", "place", "path"),
     [
-        ((), "args", "args"),
-        (("models", 0, "engine", "seed"), "args", "args.models[0].engine.seed"),
-        (("messages", 3, 1, "role"), "", "messages[3][1].role"),
-        ((0, "name"), "", "[0].name"),
+        ({"messages": [[{}, {"role": 5}]]}, ("messages", 0, 1, "role"), "messages[0][1].role"),
+        ([{"name": 5}], (0, "name"), "[0].name"),
+        ({}, (), ""),
     ],
 )
 def test_keys_follow_a_dot_and_indices_stand_in_brackets(
-    parts: tuple[int | str, ...], root: str, path: str
+    body: object, place: tuple[int | str, ...], path: str
 ) -> None:
-    assert field_path(parts, root) == path
+    found, reason = mistake([{"type": "string_type", "loc": place, "msg": "must be a text"}], body)
+    assert (found, reason) == (path, f"{path}: must be a text" if path else "must be a text")
 
 
 def test_an_unknown_name_gets_the_closest_ones_or_all_where_there_are_few() -> None:
