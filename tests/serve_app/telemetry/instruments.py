@@ -1,7 +1,8 @@
 """Instruments that keep the values that they are given."""
 
+from collections.abc import Callable
+
 from serve_app.telemetry.catalogue import Metric
-from serve_app.telemetry.histogram import Instrument
 
 Labels = tuple[str, ...]
 
@@ -16,7 +17,7 @@ class Instruments:
     def __init__(self) -> None:
         self.values: dict[tuple[str, Labels], list[float]] = {}
 
-    def make(self, metric: Metric) -> Instrument:
+    def make(self, metric: Metric) -> Callable[[float, dict[str, str]], None]:
         def record(value: float, labels: dict[str, str]) -> None:
             assert tuple(labels) == metric.labels
             # Ray refuses other labels.

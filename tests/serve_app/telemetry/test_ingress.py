@@ -2,6 +2,7 @@
 
 import json
 import logging
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +19,6 @@ from serve_app.api.scheduling import Scheduling
 from serve_app.ingress.body import BodyBudget
 from serve_app.ingress.context import RequestMiddleware, context_of
 from serve_app.settings.telemetry import SILENT, TelemetrySettings, TraceSettings
-from serve_app.telemetry import ingress
 from serve_app.telemetry.ingress import IngressTelemetry
 
 
@@ -42,10 +42,12 @@ async def headers_for_the_engine(telemetry: IngressTelemetry) -> Headers:
 async def test_a_request_has_a_line_and_a_span_and_its_context_goes_to_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ingress, "serve_logs", lambda: tmp_path / "logs")
+    # Ray Serve's log may stand behind a buffer.
+    log = MemoryHandler(10, target=logging.FileHandler(tmp_path / "replica.log"))
+    monkeypatch.setattr(logging.getLogger("ray.serve"), "handlers", [logging.StreamHandler(), log])
     traces = TraceSettings(endpoint=f"file://{tmp_path}/spans")
     headers = dict(await headers_for_the_engine(IngressTelemetry(TelemetrySettings(traces=traces), "r1")))
-    (line,) = map(json.loads, (tmp_path / "logs" / "requests_r1.log").read_text().splitlines())
+    (line,) = map(json.loads, (tmp_path / "requests_r1.log").read_text().splitlines())
     assert (line["path"], line["model"], line["tenant"], line["status"]) == ("/answer", "m", "a", 200)
     (file,) = (tmp_path / "spans").iterdir()
     (span,) = map(json.loads, file.read_text().splitlines())

@@ -1,27 +1,31 @@
 """The line of a request, in both formats."""
 
 import json
-import logging
-from logging.handlers import MemoryHandler
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
-from serve_app.telemetry.request_log import RequestLog, as_text, log_fields, serve_logs
+from serve_app.telemetry.request_log import RequestLog
 from tests.serve_app.telemetry.front import SECRET, Front
 
 
+def written(front: Front, folder: Path, format: Literal["json", "text"] = "text") -> list[str]:
+    """Return the lines of the requests that have ended."""
+    log = RequestLog(folder, "r1", format)
+    log(front.ended)
+    log.close()
+    return (folder / "requests_r1.log").read_text().splitlines()
+
+
 async def test_a_line_holds_everything_but_content(front: Front, tmp_path: Path) -> None:
-    log = RequestLog(tmp_path, "r1", "json")
     headers = {"authorization": f"Bearer {SECRET}", "x-request-id": "id-1"}
     await front.ask("POST", f"/answer?q={SECRET}", content=SECRET, headers=headers)
     await front.ask("GET", "/fail")
     await front.ask("GET", "/health")
-    log(front.ended)
-    log.close()
-    text = (tmp_path / "requests_r1.log").read_text()
-    assert SECRET not in text
-    first, second = map(json.loads, text.splitlines())
+    lines = written(front, tmp_path, "json")
+    assert not any(SECRET in line for line in lines)
+    first, second = map(json.loads, lines)
     assert first.pop("time").endswith("+00:00")
     assert first.pop("first_s") <= first.pop("total_s")
     assert first == {
@@ -41,10 +45,9 @@ async def test_a_line_holds_everything_but_content(front: Front, tmp_path: Path)
     assert len(second["request_id"]) == 32
 
 
-async def test_a_client_can_not_write_lines_of_its_own(front: Front) -> None:
+async def test_a_client_can_not_write_lines_of_its_own(front: Front, tmp_path: Path) -> None:
     await front.ask("POST", "/answer%0Afake", headers={"x-request-id": "a\tb"})
-    line = as_text(log_fields(front.ended[0], 0.0))
-    assert "\n" not in line
+    (line,) = written(front, tmp_path)
     assert "\t" not in line
     # A path without a route may hold anything, a prompt too.
     assert "POST (no route)" in line
@@ -61,29 +64,16 @@ async def test_a_client_can_not_write_lines_of_its_own(front: Front) -> None:
         ("/files", None),
     ],
 )
-async def test_a_route_with_an_id_is_named_without_the_id(front: Front, path: str, route: str | None) -> None:
+async def test_a_route_with_an_id_is_named_without_the_id(
+    front: Front, tmp_path: Path, path: str, route: str | None
+) -> None:
     await front.ask("DELETE" if route == "/answer" else "GET", path)
-    assert log_fields(front.ended[0], 0.0)["path"] == route
+    (line,) = written(front, tmp_path, "json")
+    assert json.loads(line)["path"] == route
 
 
-async def test_the_text_of_a_line(front: Front) -> None:
+async def test_the_text_of_a_line(front: Front, tmp_path: Path) -> None:
     await front.ask("POST", "/stream", headers={"x-request-id": "id-1"})
-    line = as_text(log_fields(front.ended[0], 0.0))
+    (line,) = written(front, tmp_path)
     assert " 200 ok        m, POST /stream, tenant a, 12 + 5 tokens, waited 0.500 s, first after 0." in line
     assert line.endswith(", id-1")
-
-
-def test_the_folder_is_that_of_ray_serve_s_log_behind_a_buffer_too(tmp_path: Path) -> None:
-    logger = logging.getLogger("ray.serve")
-    file = logging.FileHandler(tmp_path / "replica.log")
-    handler = MemoryHandler(10, target=file)
-    before = logger.handlers
-    logger.handlers = []
-    try:
-        assert serve_logs() is None
-        logger.handlers = [logging.StreamHandler(), handler]
-        assert serve_logs() == tmp_path
-    finally:
-        logger.handlers = before
-        handler.close()
-        file.close()

@@ -7,7 +7,7 @@ import pytest
 from starlette.types import Message
 
 from serve_app.telemetry import catalogue
-from serve_app.telemetry.request_tracker import MAX_PENDING, TrackedRequest
+from serve_app.telemetry.request_tracker import TrackedRequest
 from tests.progress import STILL_S
 from tests.serve_app.telemetry.front import Front
 
@@ -103,8 +103,8 @@ async def test_a_client_that_leaves_cancels(front: Front) -> None:
 
 
 async def test_the_requests_that_await_their_report_are_bounded(front: Front) -> None:
-    for _ in range(MAX_PENDING):
+    for _ in range(2_000):
         request = TrackedRequest({"headers": [], "path": "/health", "method": "GET"})
         front.tracker.open(request)
         front.tracker.close(request)
-    assert len(front.ended) == MAX_PENDING
+    assert len(front.ended) == 2_000
