@@ -4,7 +4,8 @@ import pytest
 
 from serve_app.simulation.profiles import PROFILES
 from serve_app.tuning.fleet import Fleet, ReplicaSettings, closed_loop, open_loop
-from serve_app.tuning.planning import FitError, check_fit, expected_latency_s, full_rate
+from serve_app.tuning.goals import parse_goals
+from serve_app.tuning.planning import FitError, Trials, check_fit, expected_latency_s
 from serve_app.tuning.workload import TokenLengths, Workload
 from tests.serve_app.simulation.virtual_engine import vllm_here
 
@@ -30,7 +31,9 @@ def test_a_full_replica_has_its_rate(device: str, load: Workload, tokens: int) -
         found = closed_loop(Fleet(profile, settings, 1, load), load, 1, streams=400, requests=1_200)
     ends = sorted(each.ended_at for each in found.requests)
     measured = 600 / (ends[900] - ends[300])
-    assert full_rate(profile, load, settings) == pytest.approx(measured, rel=0.1)
+    # At one request per second.
+    full = 1 / Trials(profile, load, parse_goals("ttft_p99<1")).load(1, settings)
+    assert full == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.long

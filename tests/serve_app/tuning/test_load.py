@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from serve_app.tuning.goals import parse_goals
-from serve_app.tuning.load import BENCH, Axis, Bench, BenchError, ReportError, point_of, read_reports
+from serve_app.tuning.load import BENCH, Axis, Bench, BenchError, ReportError, read_reports
 from serve_app.tuning.workload import TokenLengths
 from tests.serve_app.tuning.loads import SCRIPTED
 from tests.serve_app.tuning.streaming_server import streaming_server
@@ -123,24 +123,6 @@ def test_the_key_goes_by_the_environment_and_no_other_one() -> None:
     assert "OPENAI_API_KEY" not in keyless._environment
 
 
-def test_figures_are_percentiles_of_the_answers() -> None:
-    result = {
-        "errors": ["", "", "503", ""],
-        "ttfts": [0.1, 0.2, 0.0, 0.3],
-        "latencies": [1.1, 2.2, 0.0, 0.3],
-        "output_lens": [11, 21, 0, 1],
-        "start_times": [10.0, 10.0, 10.5, 11.0],
-    }
-    found = point_of(2, result, parse_goals("latency_p50<1"))
-    assert (found.completed, found.failed, found.error) == (3, 1, "503")
-    assert found.rate == pytest.approx(3 / 2.2)
-    assert found.tokens_per_s == pytest.approx(33 / 2.2)
-    assert found.in_flight == pytest.approx(3.6 / 2.2)
-    assert found.seconds == pytest.approx(
-        {"ttft_p50": 0.2, "ttft_p99": 0.3, "tpot_p50": 0.1, "tpot_p99": 0.1, "latency_p50": 1.1}
-    )
-
-
 # Reports
 
 VLLM = {
@@ -196,6 +178,24 @@ def test_results_of_vllm_are_read(tmp_path: Path) -> None:
     _, (found,) = read(tmp_path, VLLM | {"request_rate": 4.0}, over="rate")
     # An answer has 128 tokens, and takes 2 s.
     assert (found.value, found.in_flight) == (4.0, pytest.approx(8.02))
+
+
+def test_figures_are_percentiles_of_the_answers(tmp_path: Path) -> None:
+    result = {
+        "errors": ["", "", "503", ""],
+        "ttfts": [0.1, 0.2, 0.0, 0.3],
+        "latencies": [1.1, 2.2, 0.0, 0.3],
+        "output_lens": [11, 21, 0, 1],
+        "start_times": [10.0, 10.0, 10.5, 11.0],
+    }
+    _, (found,) = read(tmp_path, VLLM | result, goals="latency_p50<1")
+    assert (found.completed, found.failed, found.error) == (3, 1, "503")
+    assert found.rate == pytest.approx(3 / 2.2)
+    assert found.tokens_per_s == pytest.approx(33 / 2.2)
+    assert found.in_flight == pytest.approx(3.6 / 2.2)
+    assert found.seconds == pytest.approx(
+        {"ttft_p50": 0.2, "ttft_p99": 0.3, "tpot_p50": 0.1, "tpot_p99": 0.1, "latency_p50": 1.1}
+    )
 
 
 def test_a_report_of_guidellm_is_read(tmp_path: Path) -> None:

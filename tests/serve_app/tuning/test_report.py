@@ -15,7 +15,7 @@ from serve_app.simulation.profiles import PROFILES
 from serve_app.tuning.fleet import ReplicaSettings
 from serve_app.tuning.goals import METRICS, parse_goals
 from serve_app.tuning.plan_report import PlanReport
-from serve_app.tuning.planning import NoPlanError, Plan, Trial, Trials, full_rate
+from serve_app.tuning.planning import NoPlanError, Plan, Trial, Trials
 from serve_app.tuning.workload import TokenLengths, Workload
 
 FOLDER = Path(__file__).parent / "reports"
@@ -84,7 +84,7 @@ def great() -> str:
 
 def overloaded() -> str:
     """A replica fewer would have a load just above the most of a plan."""
-    rate = 0.952 * full_rate(PROFILE, WORKLOAD, DEFAULT)
+    rate = 0.952 * WORKLOAD.rate / report().trials.load(1, DEFAULT)
     found = report(workload=replace(WORKLOAD, rate=rate))
     return found.text(plan(found, replicas=2, least=2))
 

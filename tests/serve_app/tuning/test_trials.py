@@ -6,13 +6,14 @@ import pytest
 
 from serve_app.simulation.profiles import PROFILES
 from serve_app.tuning.fleet import ReplicaSettings
-from serve_app.tuning.goals import Goal, Metric, parse_goals
-from serve_app.tuning.planning import RUNS, Trials
+from serve_app.tuning.goals import Goal, parse_goals
+from serve_app.tuning.planning import Trials
 from serve_app.tuning.workload import TokenLengths, Workload
 
 PROFILE = PROFILES["h100-8b"]
 DEFAULT = ReplicaSettings.of(PROFILE)
-FIRST: tuple[Metric, int] = ("ttft", 99)
+FIRST = Goal("ttft", 99, 1.0).key
+RUNS = 4
 
 
 def trials(output: str = "6:4", seed: int = 0) -> Trials:
