@@ -130,6 +130,7 @@ class Grammars:
         cpu_s: Seconds of CPU that a grammar may take.
         wait_s: Longest wait for a verdict, which includes the start of the process.
         memory: Bytes that the process may have.
+        remembered: Verdicts that are kept.
     """
 
     def __init__(
@@ -139,12 +140,13 @@ class Grammars:
         *,
         wait_s: float = WAIT_S,
         memory: int = MEMORY_BYTES,
+        remembered: int = REMEMBERED,
     ) -> None:
         self._make = make
         self._cpu_s = cpu_s
         self._wait_s = wait_s
         self._memory = memory
-        self._verdicts = Recent()
+        self._verdicts = Recent(remembered)
         # To start a process, and to wait for it, blocks.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._process: BaseProcess | None = None

@@ -17,7 +17,7 @@ from serve_app.api.facts import Facts
 from serve_app.api.scheduling import Scheduling
 from serve_app.engine.adapters import AdapterSlots
 from serve_app.engine.answer import Answer
-from serve_app.engine.door import GRAMMAR, STARTING, Door, EngineLanes
+from serve_app.engine.door import STARTING, Door, EngineLanes
 from serve_app.engine.job import Job, current
 from serve_app.engine.openai import run
 from serve_app.engine.replica import Replica
@@ -169,7 +169,7 @@ class Site:
         assert (self.texts.stats.running, self.texts.stats.queue_depth) == (0, 0)
         slots = self.adapters.slots
         needs = [
-            *[GRAMMAR + tenant for tenant in ("default", "acme", "t")],
+            *[f"grammar {tenant}" for tenant in ("default", "acme", "t")],
             *[f"adapter new-{number}" for number in range(slots.count)],
         ]
         for need in needs:

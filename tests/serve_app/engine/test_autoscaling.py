@@ -1,6 +1,8 @@
 """How many replicas the tokens call for, with the bounds and delays that Serve puts around the policy."""
 
+import asyncio
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -12,9 +14,16 @@ from ray.serve.autoscaling_policy import _apply_autoscaling_config
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
 from batcher import ContinuousStats
-from serve_app.engine.autoscaling import ByTokens, autoscaling_stats
+from serve_app.engine.autoscaling import ByTokens
+from serve_app.engine.deployment import Engine
 
 ENGINE = DeploymentID("Engine:demo", "llm")
+
+
+def reported(stats: ContinuousStats) -> dict[str, float]:
+    """Return what an Engine with these statistics reports."""
+    part: Any = SimpleNamespace(_engine=SimpleNamespace(batcher=SimpleNamespace(stats=stats)))
+    return asyncio.run(Engine.record_autoscaling_stats(part))
 
 
 def context(
@@ -29,7 +38,7 @@ def context(
     metrics: dict[str, dict[ReplicaID, float]] = {}
     ids = [ReplicaID(str(number), ENGINE) for number in range(len(replicas))]
     for replica, stats in zip(ids, replicas, strict=True):
-        for name, value in autoscaling_stats(stats).items():
+        for name, value in reported(stats).items():
             metrics.setdefault(name, {})[replica] = value
     settings = AutoscalingConfig(**({"min_replicas": 0, "max_replicas": 4} | config))
     return AutoscalingContext(
@@ -71,7 +80,7 @@ def test_one_call_of_many_prompts_calls_for_more_replicas() -> None:
 
 
 def test_sequences_count_where_they_are_the_tighter_bound() -> None:
-    assert wanted([holding(100, 10, queue_depth=20, queue_cost=200)]) == math.ceil(3 / 0.8)
+    assert wanted([holding(100, 10, queue_depth=15, queue_cost=200, outside=5)]) == math.ceil(3 / 0.8)
     free = ContinuousStats(capacity=1000, max_running=None, running=10, running_cost=100)
     assert wanted([free]) == 1
 

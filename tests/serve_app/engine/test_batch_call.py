@@ -11,7 +11,7 @@ from batcher import DynamicBatcher
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import PromptError
 from serve_app.api.scheduling import DEFAULT_SCHEDULING, Scheduling
-from serve_app.engine.batch_call import RECORDS_PER_TURN, BatchCall, record_error, run_records
+from serve_app.engine.batch_call import RECORDS_PER_TURN, BatchCall, run_records
 from tests.progress import STILL_S
 
 LIMIT_S = STILL_S
@@ -239,11 +239,6 @@ async def test_no_error_is_left_to_the_event_loop_to_report(batcher: DynamicBatc
     gc.collect()
     await asyncio.sleep(0)
     assert told == []
-
-
-def test_an_error_of_the_function_is_named_by_its_type_and_message() -> None:
-    error = record_error(ZeroDivisionError("division by zero"))
-    assert error.message == "ZeroDivisionError: division by zero"
 
 
 def test_a_record_that_fails_before_it_is_queued_leaves_its_turn_to_the_next() -> None:

@@ -16,7 +16,7 @@ from serve_app.api.errors import EngineLostError, RequestError
 from serve_app.api.facts import Facts
 from serve_app.api.protocol import GenerateRequest, GenerateResponse, Usage
 from serve_app.api.scheduling import Scheduling
-from serve_app.engine.accounts import BY_QUOTA, Accounts
+from serve_app.engine.accounts import BY_QUOTA
 from serve_app.engine.deployment import Engine
 from serve_app.engine.door import Door
 from serve_app.engine.job import Job, current
@@ -115,18 +115,16 @@ class Served:
         parts._engine = PlayedEngine(site.door, self.generate, adapters=site.adapters)
         parts._engine.batcher = site.batcher
         site.door.unfit = parts._unfit
-        parts._accounts = Accounts("demo", "", NO_USAGE)
+        parts._open("demo", SILENT, NO_USAGE, None)
         parts._accounts.book.keep_ended()
         parts._telemetry = EngineTelemetry(SILENT, "demo", site.batcher)
-        parts._id = "demo"
         parts._max_prompts = 10
         parts._app = app
         parts._routes = {REQUEST.path, "/v1/responses", "/detokenize", "/generate"}
 
     def limit(self, handle: QuotasHandle) -> None:
         """Let the quotas of a deployment hold."""
-        settings = UsageSettings(quotas=handle.settings)
-        self.parts._accounts = Accounts("demo", "", settings, handle)
+        self.parts._open("demo", SILENT, UsageSettings(quotas=handle.settings), handle)
 
     def die(self) -> None:
         """Let the engine die."""
@@ -578,16 +576,19 @@ async def test_an_answer_that_is_too_large_for_one_message_comes_in_parts() -> N
 @virtual
 async def test_more_token_ids_than_can_be_parsed_are_refused_without_a_slot() -> None:
     async with serving(failing(200)) as served:
-        for tokens, status in ((1_000, 200), (2_000, 400)):
+        served.parts._routes.add("/tokenize")
+        for path, tokens, status in (
+            ("/detokenize", 1_000, 200),
+            ("/tokenize", 2_000, 200),
+            ("/detokenize", 2_000, 400),
+        ):
             body = json.dumps({"model": "demo", "tokens": [7] * tokens}).encode()
             facts = structs.replace(FACTS, runs=False, output=0, size=len(body))
-            found, answered = await served.answer(
-                replace(REQUEST, path="/detokenize", body=body, facts=facts)
-            )
+            found, answered = await served.answer(replace(REQUEST, path=path, body=body, facts=facts))
             assert found == status
         assert answered["error"]["param"] == "tokens"
         assert "max_tokenize_tokens" in answered["error"]["message"]
-        assert served.site.texts.stats.total_submitted == 1
+        assert served.site.texts.stats.total_submitted == 2
         served.site.check_free()
 
 
@@ -654,6 +655,22 @@ async def test_the_tokens_of_a_call_are_reported_until_it_ends() -> None:
         await served.engine.generate({"prompts": ["x" * 4_000], "max_tokens": 24})
         assert reported[1]["tokens"] > 512
         assert served.engine.record_routing_stats() == {"tokens": 0}
+
+
+@virtual
+async def test_the_tokens_of_a_report_are_rounded_since_each_change_goes_to_all_handles() -> None:
+    reported: list[int] = []
+    sizes = [0, 1, 7, 100, 1_000, 100_000, *range(60_000, 69_000, 500)]
+
+    def report(_: Any) -> None:
+        reported.append(served.engine.record_routing_stats()["tokens"])
+
+    async with serving(failing(200, seen=report)) as served:
+        for tokens in sizes:
+            await served.answer(replace(REQUEST, facts=structs.replace(FACTS, tokens=tokens)))
+    assert reported[:6] == [0, 1, 7, 96, 1_024, 98_304]
+    # A load that hardly changes is reported once.
+    assert len(set(reported[6:])) <= 2
 
 
 @virtual

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from batcher import Aborted, BatcherError, Closed, Expired, Oversize, QueueFull
 from serve_app.api.errors import RequestError
-from serve_app.engine.autoscaling import SEQUENCES, autoscaling_stats
 from serve_app.engine.door import STARTING, refusal_of
-from serve_app.engine.job import WAITING, Job
+from serve_app.engine.job import Job
 from tests.batcher.virtual import VirtualLoop, blocked, now, virtual
 from tests.serve_app.engine.engine_doubles import (
     BLOCK,
@@ -192,8 +191,6 @@ async def test_answers_are_as_many_records_and_a_better_tier_goes_before_them() 
         stats = site.batcher.stats
         assert (stats.running, len(started)) == (places, places // answers)
         assert stats.queue_depth == jobs * answers - places
-        # The report to the autoscaler has all sequences.
-        assert autoscaling_stats(stats)[SEQUENCES] == jobs * answers
         tasks.append(start(ask("live", -1, 1)))
         await asyncio.gather(*tasks)
         assert started[places // answers] == "live"
@@ -433,7 +430,7 @@ async def test_a_list_longer_than_the_queue_waits_behind_its_first_prompt() -> N
         prompts = [start(place(site, job)) for _ in range(50)]
         await blocked()
         stats = site.batcher.stats
-        assert (stats.running, stats.queue_depth, stats.outside) == (1, 2, WAITING - 2)
+        assert (stats.running, stats.queue_depth, stats.outside) == (1, 2, 16 - 2)
         await asyncio.gather(*prompts)
         assert now() == pytest.approx(50.0, abs=0.01)
         site.check_free()
@@ -592,7 +589,7 @@ class Schedule:
         running = {job.request.adapter for job in self.jobs if self.working.get(job)} - {""}
         assert len(running) <= site.adapters.slots.count
         # A few waiting prompts of a job are outside the queue's bounds.
-        assert stats.outside <= sum(WAITING * job.facts.answers + 1 for job in self.jobs if job.placed)
+        assert stats.outside <= sum(16 * job.facts.answers + 1 for job in self.jobs if job.placed)
 
     async def ask(self, ask: Ask) -> None:
         await asyncio.sleep(ask.at / 10)

@@ -13,15 +13,17 @@ from ray import serve
 from serve_app.api.errors import RequestError
 from serve_app.api.scheduling import Scheduling
 from serve_app.engine import function
-from serve_app.engine.accounts import Accounts
 from serve_app.engine.function import FunctionEngine
 from serve_app.ledger.rows import LedgerRow
 from serve_app.settings.models import FunctionSettings
 from serve_app.settings.schema import SettingsError, parse
+from serve_app.settings.telemetry import SILENT
 from serve_app.settings.usage import Quota, QuotasSettings, UsageSettings
 from serve_app.wire import frame
 from serve_app.wire.frame import unpack
 from serve_app.wire.request import RelayRequest
+from serve_app.wire.usage import Tokens
+from tests.serve_app.ledger.crashing import ran
 from tests.serve_app.quotas.fleet import QuotasHandle
 
 
@@ -335,6 +337,21 @@ async def test_stats(upper: FunctionEngine, monkeypatch: pytest.MonkeyPatch) -> 
     json.dumps(stats)
 
 
+async def test_the_usage_has_the_largest_tenants_and_the_sum_of_the_others(upper: FunctionEngine) -> None:
+    upper._tenants = 1
+    assert (await upper.stats())["usage"]["tenants"] == {}
+    for tenant, output in (("a", 1), ("b", 30), ("c", 2), ("b", 10), ("", 7)):
+        ran(upper._accounts.book, Tokens(3, 1, output), tenant)
+    usage = (await upper.stats())["usage"]
+    largest, other = usage["tenants"]["b"], usage["tenants"]["other"]
+    rate = largest.pop("tokens_per_s")
+    assert largest == {"calls": 2, "prompt": 6, "cached": 2, "output": 40, "cost": 0}
+    assert (other["calls"], other["output"]) == (2, 3)
+    assert other["tokens_per_s"] / rate == pytest.approx(9 / 46)
+    # Of the replica itself.
+    assert usage["own"]["output"] == 7
+
+
 async def test_health_is_that_of_the_object_and_of_the_batcher(upper: FunctionEngine) -> None:
     await upper.check_health()
     upper._model.ill = True
@@ -392,7 +409,7 @@ async def test_a_refused_call_of_a_function_has_no_row(upper: FunctionEngine) ->
 async def test_a_call_of_a_function_counts_as_one_request_of_its_tenant(upper: FunctionEngine) -> None:
     quota = Quota(requests_per_minute=2)
     handle = QuotasHandle(QuotasSettings(tenants={"acme": quota}, folder="/nowhere"))
-    upper._accounts = Accounts("m", "", UsageSettings(quotas=handle.settings), handle)
+    upper._open("m", SILENT, UsageSettings(quotas=handle.settings), handle)
     acme = Scheduling(1, "acme")
     await upper.process({"records": ["a"], "tenant": "acme"})
     status, _, headers = await relay(upper, "/process", {"records": ["a", "b"]}, acme)

@@ -14,20 +14,13 @@ from typing import Any
 import pytest
 
 from serve_app.api.errors import RequestError
-from serve_app.engine.grammars import (
-    MAX_CHARS,
-    RETRY_S,
-    Compiler,
-    Grammars,
-    Recent,
-    field_of,
-)
+from serve_app.engine.grammars import Compiler, Grammars, field_of
 from tests.progress import STILL_S
 
 LIMIT_S = STILL_S
 CPU_S = 0.2
 MEMORY = 2 << 30
-AWAY = f"503, again in {RETRY_S:g} s"
+AWAY = "503, again in 5 s"
 
 
 def played() -> Compiler:
@@ -106,7 +99,7 @@ async def verdict(grammars: Grammars, text: str) -> str:
         ("wrong", "can't be compiled: no x"),
         ("large", "can't be compiled: it takes too much memory"),
         ("long", f"can't be compiled: {'x' * 300}..."),
-        ("x" * (MAX_CHARS + 1), f"has {MAX_CHARS + 1} characters; at most {MAX_CHARS} are allowed"),
+        ("x" * 262_145, "has 262145 characters; at most 262144 are allowed"),
         ("good \ud800", ""),
     ],
 )
@@ -120,13 +113,13 @@ async def test_a_verdict_is_kept_and_another_kind_is_another_grammar(kept: Gramm
         await kept.check("choice", "calls a", lambda: "f")
 
 
-def test_the_least_recently_used_value_is_forgotten() -> None:
-    recent = Recent(2)
-    recent.set("a", "1")
-    recent.set("b", "2")
-    assert recent.get("a") == "1"
-    recent.set("c", "3")
-    assert [recent.get(key) for key in "abc"] == ["1", None, "3"]
+async def test_the_least_recently_used_verdict_is_forgotten(own: Callable[..., Grammars]) -> None:
+    grammars = own(remembered=2)
+    first, second = [await verdict(grammars, f"calls {name}") for name in "ab"]
+    assert await verdict(grammars, "calls a") == first
+    await verdict(grammars, "calls c")
+    assert await verdict(grammars, "calls a") == first
+    assert await verdict(grammars, "calls b") != second
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from pydantic import BaseModel, ValidationError
 
 from serve_app.api.errors import RequestError, type_of
 from serve_app.engine.job import Job, current, set_current
-from serve_app.engine.openai import NO_FILE, too_many_ids
 from serve_app.wire.usage import Tokens
 from tests.batcher.virtual import blocked, virtual
 from tests.serve_app.engine.engine_doubles import REQUEST, PlayedReplica, failing, new_job
@@ -187,7 +186,8 @@ async def test_a_mistake_in_another_request_is_told_by_its_field() -> None:
 
 @virtual
 async def test_media_by_the_url_of_a_file_are_a_400() -> None:
-    event = json.dumps({"error": {"message": f"{NO_FILE} without `--allowed-local-media-path`."}}).encode()
+    reason = "Cannot load local files without `--allowed-local-media-path`."
+    event = json.dumps({"error": {"message": reason}}).encode()
     app = telling(event, ran=False, head=[], status=500)
     job = new_job(facts={"media": "image_url"})
     status, body = await answer(PlayedReplica(app), job)
@@ -269,15 +269,3 @@ async def test_only_streams_of_some_routes_may_go_on_elsewhere(path: str, resume
     job = new_job(replace(REQUEST, path=path))
     await answer(PlayedReplica(failing(200)), job)
     assert (job.stream is not None) == resumes
-
-
-@pytest.mark.parametrize(
-    ("path", "tokens", "refused"),
-    [("/detokenize", 2_000, True), ("/detokenize", 1_000, False), ("/tokenize", 2_000, False)],
-)
-def test_more_token_ids_than_can_be_parsed_are_refused(path: str, tokens: int, refused: bool) -> None:
-    body = json.dumps({"model": "demo", "tokens": [7] * tokens}).encode()
-    error = too_many_ids(replace(REQUEST, path=path, body=body), 1_000)
-    assert (error is not None) == refused
-    if error is not None:
-        assert (error.status, error.param) == (400, "tokens")

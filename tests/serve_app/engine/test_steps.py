@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from serve_app.engine.steps import KNOWN, StepTimes
+from serve_app.engine.steps import StepTimes
 from serve_app.simulation.profiles import StepLine, Work
 
 L4 = StepLine(0.051, 0.00025, 0.00001, 0.00000019)
@@ -73,8 +73,8 @@ def test_what_fits_into_a_step_is_what_is_predicted_for_it() -> None:
 
 def test_nothing_is_known_before_enough_steps_were_seen() -> None:
     times = StepTimes()
-    for number in range(KNOWN):
-        assert times.known == (number >= KNOWN)
+    for number in range(16):
+        assert times.known == (number >= 16)
         times.learn(Work(0, 1, 10), 0.05)
     assert times.known
     times.learn(Work(0, 1, 10), 0.0)
