@@ -80,7 +80,7 @@ def test_one_call_of_many_prompts_calls_for_more_replicas() -> None:
 
 
 def test_sequences_count_where_they_are_the_tighter_bound() -> None:
-    assert wanted([holding(100, 10, queue_depth=15, queue_cost=200, outside=5)]) == math.ceil(3 / 0.8)
+    assert wanted([holding(100, 10, queue_depth=10, queue_cost=200, outside=10)]) == math.ceil(3 / 0.8)
     free = ContinuousStats(capacity=1000, max_running=None, running=10, running_cost=100)
     assert wanted([free]) == 1
 
