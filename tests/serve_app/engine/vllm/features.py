@@ -23,6 +23,9 @@ from serve_app.simulation.vllm_executor import SimulatedExecutor
 from tests.fakes.clock import Clock
 from tests.serve_app.simulation.virtual_engine import VirtualEngine
 
+GOALS = "saturate_goals"
+"""The argument by which the scheduler gets the goals of a request."""
+
 WINDOW = 256
 """Tokens of context that the layers of a sliding window read."""
 

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from http import HTTPStatus
 from typing import Any
 
 import httpx
@@ -13,15 +14,14 @@ import pytest
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.serve.exception_handling.handlers.exception import exception_handler
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from serve_app.api.errors import RequestError
-from serve_app.engine.vllm.application import RESPONSES, InputInPieces, hide_refusals
-from serve_app.engine.vllm.client import refused
+from serve_app.engine.vllm.application import InputInPieces, hide_refusals
 from serve_app.settings.sources import DEMO_MODEL
 from tests.serve_app.engine.pooling_application import LIMIT_S, Application
 
+RESPONSES = "/v1/responses"
 JSON_TYPE = {"content-type": "application/json"}
 
 
@@ -48,7 +48,7 @@ def test_vllm_logs_no_stack_trace_of_what_is_no_fault() -> None:
     logger.addHandler(handler)
     try:
         hide_refusals()
-        full = refused(RequestError(429, "rate_limit_error", "full"))
+        full = GracefulHTTPError("full", HTTPStatus.TOO_MANY_REQUESTS)
         for error in (full, VLLMValidationError("too hot"), KeyError("broken")):
             try:
                 raise error

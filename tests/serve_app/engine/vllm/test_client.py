@@ -23,12 +23,11 @@ from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
 
 from serve_app.api.errors import RequestError
 from serve_app.engine.job import Job
-from serve_app.engine.vllm.client import goals_left
-from serve_app.engine.vllm.scheduler import GOALS
 from serve_app.settings.models import GoalSettings
 from serve_app.wire.usage import Tokens
 from tests.batcher.virtual import blocked, virtual
 from tests.serve_app.engine.engine_doubles import BLOCK, CONTEXT, MAX_VALUES, PlayedAdapters, new_job, opened
+from tests.serve_app.engine.vllm.features import GOALS
 from tests.serve_app.engine.vllm_doubles import (
     TEN,
     HeldScript,
@@ -304,16 +303,26 @@ async def test_a_refused_request_frees_blocks_elsewhere_only_for_those_keys(key:
 @pytest.mark.parametrize(
     ("goals", "age_s", "left"),
     [
-        ({"ttft_p99_s": 1.0}, 0.3, (0.7, 0.0)),
-        ({"ttft_p99_s": 1.0}, 60.0, (0.5, 0.0)),
+        ({"ttft_p99_s": 200.0}, 60.0, (140.0, 0.0)),
+        ({"ttft_p99_s": 200.0}, 190.0, (100.0, 0.0)),
         ({"tpot_p99_s": 0.03}, 60.0, (0.0, 0.03)),
     ],
     ids=["age", "late already", "per token alone"],
 )
-def test_the_age_of_a_request_leaves_less_of_its_goal(
+@virtual
+async def test_the_age_of_a_request_leaves_less_of_its_goal(
     goals: dict[str, float], age_s: float, left: tuple[float, float]
 ) -> None:
-    assert goals_left(GoalSettings.model_validate(goals), age_s) == pytest.approx(left)
+    async with opened() as site:
+        llm = gated(Script(output(1, finish="stop")), site, by_priority=True)
+        llm.goals = GoalSettings.model_validate(goals)
+        job = await admitted(llm, new_job())
+        job.request = replace(job.request, arrived_at=time.time() - age_s)
+        params = SamplingParams(max_tokens=4)
+        async for _ in llm.generate(TEN, params, "r"):
+            pass
+        first_s, per_token_s = (params.extra_args or {})[GOALS]
+        assert (first_s, per_token_s) == (pytest.approx(left[0], abs=20.0), left[1])
 
 
 @virtual

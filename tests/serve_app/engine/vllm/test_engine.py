@@ -10,7 +10,6 @@ from vllm.tokenizers import get_tokenizer
 from serve_app.engine.adapters import AdapterFiles
 from serve_app.engine.vllm.engine import VLLMEngine
 from serve_app.engine.vllm.lora import Adapters
-from serve_app.engine.vllm.options import BatcherLimits
 from serve_app.ledger.calls import CallBook
 from serve_app.settings.models import GoalSettings, LLMSettings
 from serve_app.settings.sources import DEMO_MODEL
@@ -33,7 +32,9 @@ async def engine(script: Script) -> AsyncIterator[VLLMEngine]:
         engine.batcher, engine.door, engine._texts = site.batcher, site.door, site.texts
         engine.llm = gated(script, site)
         engine.llm.get_tokenizer = lambda: get_tokenizer(settings.path)
-        engine._limits = BatcherLimits(1024, None, 64, {"a": 2.0})
+        engine._limits = SimpleNamespace(
+            capacity=1024, max_running=None, max_queue_size=5_000, tenant_weights={"a": 2.0}
+        )
         engine._goals = engine._spans = None
         engine.adapters = Adapters(settings, engine.llm, AdapterFiles(), {}, CallBook("demo"))
         yield engine

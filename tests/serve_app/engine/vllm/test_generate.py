@@ -12,7 +12,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import GenerateRequest, GenerateResponse
 from serve_app.engine.job import WAITING, Job
-from serve_app.engine.vllm.generate import SHORT_CHARS, GenerateCalls
+from serve_app.engine.vllm.generate import GenerateCalls
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.sources import DEMO_MODEL
 from tests.batcher.virtual import blocked, now, virtual
@@ -505,7 +505,7 @@ async def test_a_long_text_is_tokenized_in_a_thread_in_its_slot() -> None:
     async with opened() as site, asyncio.timeout(LIMIT_S):
         script = answering()
         # Longer than the context: it is refused by its tokens, which are counted.
-        text = "x" * (SHORT_CHARS + 1)
+        text = "x" * 2_049
         short = TOKENIZER.max_chars_per_token * CONTEXT < len(text)
         error = await refused(site, script, prompts=[text])
         assert ("characters" if short else "tokens") in error.message

@@ -16,8 +16,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from batcher import ContinuousBatcher
 from serve_app.api.errors import RequestError
 from serve_app.engine.adapters import Adapter, AdapterError, AdapterFiles, AdapterFolder, AdapterSlots
-from serve_app.engine.vllm.lora import RETRY_S, WORKER, Adapters, lora_options
-from serve_app.engine.vllm.lora_worker import UNUSED
+from serve_app.engine.vllm.lora import Adapters, lora_options
 from serve_app.ledger.calls import CallBook
 from serve_app.settings.adapters import AdapterSettings
 from serve_app.settings.models import LLMSettings
@@ -102,7 +101,10 @@ class Device(FakeLLM):
         return ("generate",)
 
     async def collective_rpc(self, method: str, args: tuple[str]) -> Sequence[Sequence[str]]:
-        assert (method, *args) == (UNUSED, *(one.lora_path for one in self.loaded.values()))
+        assert (method, *args) == (
+            "saturate_unused_tensors",
+            *(one.lora_path for one in self.loaded.values()),
+        )
         self.checked.set()
         return self.unused
 
@@ -201,7 +203,7 @@ def test_options_follow_from_the_adapters_unless_the_config_has_them(tmp_path: P
     fields = {"id": "demo", "source": "x", "adapters": [{"source": path} for path in paths]}
     files = AdapterFiles(tmp_path)
     options, fetched = lora_options(LLMSettings.model_validate(fields), files)
-    worker = {"worker_extension_cls": WORKER}
+    worker = {"worker_extension_cls": "serve_app.engine.vllm.lora_worker.LoRAWorker"}
     assert options == {
         "enable_lora": True,
         "max_loras": 2,
@@ -354,7 +356,7 @@ async def test_one_that_could_not_be_read_is_tried_again(tmp_path: Path) -> None
     write_adapter(path)
     await adapters.refresh()
     assert "late" not in adapters.requests
-    now = RETRY_S
+    now = 30.0
     await adapters.check("late")
     assert "late" in adapters.requests
     await adapters.close()

@@ -21,7 +21,6 @@ from vllm.exceptions import VLLMClientError
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
 
 from serve_app.engine.openai import NO_FILE
-from serve_app.engine.vllm.options import NO_HOST
 from tests.progress import STILL_S
 
 LIMIT_S = STILL_S
@@ -98,7 +97,7 @@ def connector(connection: HTTPConnection, *hosts: str) -> Any:
         envs.VLLM_MEDIA_CONNECTOR,
         connection=connection,
         allowed_local_media_path="",
-        allowed_media_domains=list(hosts) or [NO_HOST],
+        allowed_media_domains=list(hosts) or ["none"],
     )
 
 

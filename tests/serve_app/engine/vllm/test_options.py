@@ -11,8 +11,6 @@ from serve_app.api.scheduling import FLEX
 from serve_app.engine.adapters import AdapterSlots
 from serve_app.engine.door import STARTING, EngineLanes
 from serve_app.engine.vllm.options import (
-    NO_HOST,
-    BatcherLimits,
     batcher_of,
     limits_of,
     text_batcher_of,
@@ -125,7 +123,8 @@ def test_a_model_that_takes_text_alone_has_no_encoders(fields: Any, text_only: b
 def test_media_are_fetched_from_the_named_hosts_alone() -> None:
     named = {"multimodal": True, "engine": {"allowed_media_domains": ["a.example"]}}
     assert vllm_args(settings(**named)).allowed_media_domains == ["a.example"]
-    assert vllm_args(settings()).allowed_media_domains == [NO_HOST]
+    (none,) = vllm_args(settings()).allowed_media_domains
+    assert none == "none, since engine.allowed_media_domains is empty"
 
 
 @pytest.mark.parametrize(
@@ -147,7 +146,7 @@ def test_the_capacity_is_the_kv_cache_that_vllm_reports(llm: Any, capacity: int)
 def test_the_config_may_lower_the_capacity() -> None:
     fields = {"capacity_tokens": 100, "max_running": 3, "tenant_weights": {"a": 2.0}}
     limits = limits_of(settings(batcher=fields).batcher, engine(1600))
-    assert limits == BatcherLimits(100, 3, 64, {"a": 2.0}, 5_000, FLEX)
+    assert limits == (100, 3, 64, {"a": 2.0}, 5_000, FLEX)
 
 
 @virtual
@@ -167,13 +166,14 @@ def lanes() -> EngineLanes:
 
 
 def test_the_batcher_keeps_to_the_limits() -> None:
-    stats = batcher_of(settings().batcher, BatcherLimits(100, 3, 64, {}), lanes()).stats
+    fields = settings(batcher={"capacity_tokens": 100, "max_running": 3}).batcher
+    stats = batcher_of(fields, limits_of(fields, engine(1600)), lanes()).stats
     assert (stats.capacity, stats.max_running) == (100, 3)
 
 
 @virtual
 async def test_few_background_jobs_of_a_batcher_are_not_corrected_yet() -> None:
-    limits = BatcherLimits(1_000, None, 64, {}, background=1)
+    limits = limits_of(settings().batcher, engine(1_016))
     async with batcher_of(settings().batcher, limits, lanes()) as batcher:
         slots = [batcher.slot_nowait(1, priority=1) for _ in range(STARTING + 2)]
         assert batcher.stats.running == STARTING

@@ -11,7 +11,6 @@ from vllm.sampling_params import RequestOutputKind
 
 from serve_app.engine.answer import StreamTokens
 from serve_app.engine.job import Job
-from serve_app.engine.vllm.client import GatedLLM
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.sources import DEMO_MODEL
 from serve_app.wire.frame import ID, to_ids
@@ -47,13 +46,12 @@ async def test_a_stream_states_how_it_could_go_on(params: dict[str, Any], mode: 
         assert to_ids(job.stream.take()) == ([1, 2] if mode == "tokens" else [])
 
 
-def resuming(script: Script, site: Site, tokenizer: Any) -> GatedLLM:
+def resuming(script: Script, site: Site, tokenizer: Any) -> Any:
     """Return a client with the parts that a resumed stream needs."""
     llm: Any = gated(script, site)
     llm.get_tokenizer = lambda: tokenizer
     llm.input_processor.renderer.get_eos_token_id = lambda: tokenizer.eos_token_id
-    result: GatedLLM = llm
-    return result
+    return llm
 
 
 def going_on(sent: list[int]) -> Job:

@@ -15,13 +15,15 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from serve_app.engine.vllm.scheduler import AGING_S, GOALS, LEAST_HOLD_S, LiveFirst, take_figures
-from serve_app.engine.vllm.stats import scheduler_figures
+from serve_app.engine.vllm.engine import VLLMEngine
+from serve_app.engine.vllm.scheduler import LiveFirst
+from serve_app.engine.vllm.stats import EngineStats
 from serve_app.simulation.profiles import PROFILES, Work
 from serve_app.simulation.vllm_executor import SimulatedExecutor
 from serve_app.tuning.profiling import ANSWER, WAVES
 from tests.serve_app.engine.vllm.features import (
     DRAFTS,
+    GOALS,
     STAGES,
     STORE,
     Drafts,
@@ -253,8 +255,12 @@ def test_the_scheduler_tells_what_it_did_and_learned(start: Start) -> None:
     engine.add("live", prompt(9, 50), 10, extra_args={GOALS: (0.0, 0.08)})
     engine.add("wrong", prompt(9, 50), 10, extra_args={GOALS: "fast"})
     go_on(engine, 0.3)
+    replica = VLLMEngine.__new__(VLLMEngine)
+    replica.stats = EngineStats("demo")
     stats = engine.scheduler.make_stats()
-    figures = scheduler_figures(take_figures(stats))
+    replica.stats.record(stats, None)
+    figures = replica.scheduler
+    assert figures is not None
     assert figures.bound_s == pytest.approx(0.08)
     assert (figures.displaced, figures.malformed) == (2, 1)
     assert figures.step_s.base == pytest.approx(0.05, rel=0.02)
@@ -391,7 +397,7 @@ def test_rows_alone_are_decided_at_once(start: Start) -> None:
     while engine.busy:
         before = engine.time.now
         assert engine.busy
-        assert engine.time.now - before < LEAST_HOLD_S
+        assert engine.time.now - before < 0.005
         engine.step()
 
 
@@ -420,7 +426,7 @@ def test_rows_that_live_requests_keep_out_come_in_their_turn(start: Start) -> No
         engine.add(f"live {number}", prompt(2 + number, 50), 20)
     engine.run()
     waited = engine.ended_at["row"]
-    assert AGING_S < waited < AGING_S + 5.0
+    assert 10.0 < waited < 15.0
     assert waited < engine.ended_at["live 39"]
 
 

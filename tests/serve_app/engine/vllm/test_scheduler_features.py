@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import pytest
 from vllm.sampling_params import StructuredOutputsParams
 
-from serve_app.engine.vllm.scheduler import GOALS
 from tests.progress import wait_until
 from tests.serve_app.engine.vllm.features import (
     DRAFTS,
+    GOALS,
     STORE,
     Drafts,
     Images,

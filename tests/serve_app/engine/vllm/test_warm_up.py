@@ -10,8 +10,10 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from serve_app.engine.vllm.warm_up import KINDS, compile_nothing_on_a_cpu, warm_up
+from serve_app.engine.vllm.warm_up import compile_nothing_on_a_cpu, warm_up
 from tests.serve_app.engine.vllm_doubles import Script, ScriptedLLM, gated, output
+
+KINDS = 8
 
 
 def engine(monkeypatch: pytest.MonkeyPatch, script: Script, task: str = "generate") -> Any:
@@ -32,9 +34,9 @@ async def test_each_kind_is_sampled_alone_and_with_others_past_the_door(
 ) -> None:
     script = Script(output(1, 2, finish="length"))
     await warm_up(engine(monkeypatch, script))
-    assert len(script.calls) == script.closed == 3 * len(KINDS)
+    assert len(script.calls) == script.closed == 3 * KINDS
     assert len({call["request_id"] for call in script.calls}) == len(script.calls)
-    params = [call["params"] for call in script.calls[: len(KINDS)]]
+    params = [call["params"] for call in script.calls[:KINDS]]
     assert [one.prompt_logprobs for one in params].count(1) == 1
     assert [one.logprobs for one in params].count(1) == 1
     assert [one.temperature for one in params].count(0.0) >= 1
@@ -44,7 +46,7 @@ async def test_each_kind_is_sampled_alone_and_with_others_past_the_door(
 async def test_what_the_model_excludes_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     script = Script(VLLMValidationError("this model has no logprobs"))
     await warm_up(engine(monkeypatch, script))
-    assert len(script.calls) == 3 * len(KINDS)
+    assert len(script.calls) == 3 * KINDS
 
 
 async def test_an_engine_that_dies_is_no_engine_that_starts(monkeypatch: pytest.MonkeyPatch) -> None:

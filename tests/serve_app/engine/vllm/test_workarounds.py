@@ -9,7 +9,7 @@ import platform
 import sys
 import threading
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,18 +26,12 @@ from vllm.tokenizers import get_tokenizer
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from serve_app.engine.vllm import plugin, workarounds
-from serve_app.engine.vllm.plugin import ZEROED
 from serve_app.engine.vllm.workarounds import (
-    PIECE_CHARS,
-    SHORT_CHARS,
     allow_amx,
     bound_tokenizing,
-    exceeds,
-    keep_lora_rows_apart,
     run_beam_searches,
     score_beside_the_loop,
     short_chats_at_once,
-    zero_new_blocks,
 )
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.sources import DEMO_MODEL
@@ -62,13 +56,20 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(holder, name, getattr(holder, name))
 
 
+@pytest.fixture
+def corrected(monkeypatch: pytest.MonkeyPatch, restored: None) -> None:
+    """This process is one of an Engine replica."""
+    monkeypatch.setenv(TIED, "1")
+    plugin.load()
+
+
 def test_vllm_loads_one_plugin_which_leaves_other_uses_of_vllm_as_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (point,) = (p for p in entry_points(group="vllm.general_plugins") if p.name.startswith("saturate"))
     assert point.load() is plugin.load
     monkeypatch.delenv(TIED, raising=False)
-    monkeypatch.setenv(ZEROED, "1")
+    monkeypatch.setenv("SATURATE_ZERO_BLOCKS", "1")
     before = punica_cpu.bgmv_shrink, KVCacheConfig.needs_kv_cache_zeroing
     plugin.load()
     assert (punica_cpu.bgmv_shrink, KVCacheConfig.needs_kv_cache_zeroing) == before
@@ -76,7 +77,7 @@ def test_vllm_loads_one_plugin_which_leaves_other_uses_of_vllm_as_they_are(
 
 def test_the_engines_of_a_replica_are_corrected(monkeypatch: pytest.MonkeyPatch, restored: None) -> None:
     monkeypatch.setenv(TIED, "1")
-    monkeypatch.delenv(ZEROED, raising=False)
+    monkeypatch.delenv("SATURATE_ZERO_BLOCKS", raising=False)
     config = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
     shrink = punica_cpu.bgmv_shrink
     plugin.load()
@@ -113,13 +114,11 @@ def test_vllm_still_takes_an_adapter_for_rows_without_one_on_a_cpu() -> None:
     assert (tokens[1], prompts[0]) == ([4.0, 4.0], [4.0, 4.0])
 
 
-def test_rows_without_an_adapter_stay_without_one(restored: None) -> None:
-    keep_lora_rows_apart()
+def test_rows_without_an_adapter_stay_without_one(corrected: None) -> None:
     assert shrunk() == ([[2.0, 2.0], [0.0, 0.0], [4.0, 4.0]], [[0.0, 0.0], [0.0, 0.0], [4.0, 4.0]])
 
 
-def test_numbers_of_an_adapter_do_not_reach_rows_without_one(restored: None) -> None:
-    keep_lora_rows_apart()
+def test_numbers_of_an_adapter_do_not_reach_rows_without_one(corrected: None) -> None:
     nan = float("nan")
     inputs, weights = torch.ones(3, 2), torch.stack([torch.ones(4, 2), torch.full((4, 2), nan)])
     indices, base = torch.tensor([0, -1, -1]), torch.full((3, 4), 9.0)
@@ -140,11 +139,13 @@ def test_vllm_still_leaves_blocks_of_plain_attention_as_they_are(
 ) -> None:
     config = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
     assert not config.needs_kv_cache_zeroing
-    zero_new_blocks()
+    monkeypatch.setenv(TIED, "1")
+    monkeypatch.setenv("SATURATE_ZERO_BLOCKS", "1")
+    plugin.load()
     assert config.needs_kv_cache_zeroing
     monkeypatch.setattr(KVCacheConfig, "needs_kv_cache_zeroing", True)
     with pytest.raises(RuntimeError, match=r"KVCacheConfig\.needs_kv_cache_zeroing"):
-        zero_new_blocks()
+        plugin.load()
 
 
 # arch_prctl(ARCH_GET_XCOMP_PERM): bit 18 is the permission for the tiles.
@@ -186,6 +187,9 @@ def test_a_cpu_without_amx_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 # Texts.
 
 MOST = 10
+SHORT, PIECE = 2_048, 65_536
+"""Characters that are tokenized on the event loop, and in one piece."""
+
 COUNTS = TokenizeParams(max_total_tokens=None)
 TOKENIZER = get_tokenizer(LLMSettings(id="demo", source=DEMO_MODEL).path)
 LONGEST = TOKENIZER.max_chars_per_token
@@ -223,10 +227,10 @@ def bounded(most: int = MOST) -> Any:
 
 @pytest.mark.parametrize(
     ("characters", "thread"),
-    [(SHORT_CHARS, "MainThread"), (PIECE_CHARS, "asyncio_0"), (PIECE_CHARS + 1, "tokenize-long_0")],
+    [(SHORT, "MainThread"), (PIECE, "asyncio_0"), (PIECE + 1, "tokenize-long_0")],
 )
 async def test_texts_are_tokenized_by_their_lengths(characters: int, thread: str) -> None:
-    renderer = bounded(4 * PIECE_CHARS)
+    renderer = bounded(4 * PIECE)
     tokens = await renderer._tokenize_prompt_async({"prompt": "x" * characters}, COUNTS)
     assert len(tokens["prompt_token_ids"]) == characters
     assert renderer.threads == [thread]
@@ -237,17 +241,17 @@ async def test_no_text_waits_for_a_long_one(monkeypatch: pytest.MonkeyPatch) -> 
     plain = Renderer._tokenize_prompt
 
     def slowly(self: Renderer, prompt: Any, params: TokenizeParams) -> Any:
-        if len(prompt["prompt"]) > PIECE_CHARS:
+        if len(prompt["prompt"]) > PIECE:
             going.wait()
         return plain(self, prompt, params)
 
     monkeypatch.setattr(Renderer, "_tokenize_prompt", slowly)
-    renderer = bounded(4 * PIECE_CHARS)
+    renderer = bounded(4 * PIECE)
     longs = [
-        asyncio.ensure_future(renderer._tokenize_prompt_async({"prompt": "x" * 2 * PIECE_CHARS}, COUNTS))
+        asyncio.ensure_future(renderer._tokenize_prompt_async({"prompt": "x" * 2 * PIECE}, COUNTS))
         for _ in range(3)
     ]
-    for characters in (3, PIECE_CHARS):
+    for characters in (3, PIECE):
         await renderer._tokenize_prompt_async({"prompt": "x" * characters}, COUNTS)
     assert not any(each.done() for each in longs)
     going.set()
@@ -269,9 +273,9 @@ async def test_a_text_beyond_the_limit_has_no_more_tokens_than_show_it() -> None
 
 
 async def test_a_long_text_of_tokenize_is_refused_in_pieces() -> None:
-    renderer = bounded(2 * PIECE_CHARS)
+    renderer = bounded(2 * PIECE)
     with pytest.raises(VLLMValidationError, match=r"more than 131072 tokens.*max_tokenize_tokens"):
-        await renderer._tokenize_prompt_async({"prompt": "x" * 3 * PIECE_CHARS}, COUNTS)
+        await renderer._tokenize_prompt_async({"prompt": "x" * 3 * PIECE}, COUNTS)
     assert renderer.texts == []
 
 
@@ -279,7 +283,7 @@ async def test_a_long_text_of_tokenize_is_refused_in_pieces() -> None:
 async def test_a_text_that_is_longer_than_the_context_is_refused_in_pieces(on_the_loop: bool) -> None:
     renderer = bounded()
     # One token for each character.
-    params = TokenizeParams(max_total_tokens=3 * PIECE_CHARS)
+    params = TokenizeParams(max_total_tokens=3 * PIECE)
 
     async def tokenize(characters: int) -> Any:
         prompt = {"prompt": "x" * characters}
@@ -288,9 +292,9 @@ async def test_a_text_that_is_longer_than_the_context_is_refused_in_pieces(on_th
         # As the routes of pooling models do.
         return renderer._tokenize_prompt(prompt, params)
 
-    assert len((await tokenize(3 * PIECE_CHARS))["prompt_token_ids"]) == 3 * PIECE_CHARS
+    assert len((await tokenize(3 * PIECE))["prompt_token_ids"]) == 3 * PIECE
     with pytest.raises(VLLMValidationError, match="maximum context length is 196608 tokens"):
-        await tokenize(4 * PIECE_CHARS)
+        await tokenize(4 * PIECE)
     assert len(renderer.texts) == 1
 
 
@@ -310,10 +314,10 @@ async def test_a_long_text_that_is_truncated_is_cut_before_it_is_tokenized(
 @pytest.mark.parametrize(
     ("characters_per_token", "most", "answer", "counted"),
     [
-        (1, 4 * PIECE_CHARS, False, 0),
-        (4, 2 * PIECE_CHARS, False, 3),
-        (4, PIECE_CHARS, False, 4),
-        (1, PIECE_CHARS, True, 2),
+        (1, 4 * PIECE, False, 0),
+        (4, 2 * PIECE, False, 3),
+        (4, PIECE, False, 4),
+        (1, PIECE, True, 2),
     ],
     ids=["fewer bytes than tokens", "soon", "at the end", "too many"],
 )
@@ -326,8 +330,13 @@ def test_a_long_text_is_counted_as_far_as_the_answer_is_open(
         pieces.append(text)
         return {"input_ids": [0] * (len(text) // characters_per_token)}
 
-    assert exceeds(tokenize, "x" * (4 * PIECE_CHARS), most) is answer
+    renderer = bounded()
+    renderer.get_tokenizer = lambda: tokenize
+    text = {"prompt": "x" * (4 * PIECE)}
+    with pytest.raises(VLLMValidationError) if answer else nullcontext():
+        renderer._tokenize_prompt(text, TokenizeParams(max_total_tokens=most))
     assert len(pieces) == counted
+    assert len(renderer.texts) == (not answer)
 
 
 @pytest.fixture
@@ -354,8 +363,8 @@ def test_vllm_still_applies_every_chat_template_in_a_thread() -> None:
         ([{"role": "user", "content": "1+2"}], {}, True),
         ([{"role": "user", "content": [{"type": "text", "text": "1+2"}]}], {}, True),
         ([{"role": "user", "content": "1+2", "tool_calls": None}], {"tools": None}, True),
-        ([{"role": "user", "content": "x" * SHORT_CHARS}], {}, False),
-        ([{"role": "user", "content": [{"type": "text", "text": "x" * SHORT_CHARS}]}], {}, False),
+        ([{"role": "user", "content": "x" * SHORT}], {}, False),
+        ([{"role": "user", "content": [{"type": "text", "text": "x" * SHORT}]}], {}, False),
         ([{"role": "user", "content": ""}] * 1_000, {}, False),
         ([{"role": "assistant", "content": "", "tool_calls": [{}]}], {}, False),
         ([{"role": "user", "content": "1+2"}], {"tools": [{}]}, False),
@@ -423,11 +432,11 @@ async def test_texts_to_score_have_a_bound() -> None:
     scoring, ctx = scored(MOST, {"content": [{"type": "text", "text": "x" * (MOST * LONGEST + 1)}]})
     with pytest.raises(VLLMValidationError, match="this model's context"):
         await scoring._preprocessing(scoring, ctx)
-    long = "x" * 2 * PIECE_CHARS
-    scoring, ctx = scored(PIECE_CHARS, long)
+    long = "x" * 2 * PIECE
+    scoring, ctx = scored(PIECE, long)
     with pytest.raises(VLLMValidationError, match="a text has more"):
         await scoring._preprocessing(scoring, ctx)
-    scoring, ctx = scored(PIECE_CHARS, long, max_tokens_per_doc=3)
+    scoring, ctx = scored(PIECE, long, max_tokens_per_doc=3)
     await scoring._preprocessing(scoring, ctx)
     assert scoring.threads == ["score_0"]
 
