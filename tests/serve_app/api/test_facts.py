@@ -1087,7 +1087,6 @@ def seconds(call: Callable[[], object]) -> float:
     return min(found)
 
 
-
 UNITS = ("{}", "[]", '""', "[1]", '{"a":[]}', "null", '"\\\\"', '"\\ud83d\\ude00"', "NaN", '"a": [{}]')
 
 

@@ -119,7 +119,7 @@ def health(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModelState]:
     models: dict[str, ModelState] = {}
 
     async def read(self: Health) -> HealthReport:
-        return HealthReport(models)
+        return HealthReport(models, self._simulated)
 
     context = SimpleNamespace(app_name="llm", replica_tag="one")
     monkeypatch.setattr(serve, "get_replica_context", lambda: context)

@@ -7,10 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from serve_app.api.errors import RequestError
 from serve_app.auth.keys import hash_key
 from serve_app.ingress import admin
-from serve_app.ingress.admin import UsageReports
 from serve_app.ingress.deployment import Ingress
 from serve_app.settings.schema import parse
 from tests.serve_app.ingress.engine_doubles import LIMIT_S, Client, Engine, check_error, echo, health
@@ -32,6 +30,10 @@ def ledger(tmp_path: Path) -> Path:
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch, ledger: Path) -> httpx.AsyncClient:
     """A client of an Ingress with a key of an administrator and another one."""
+    return serving(monkeypatch, ledger={"folder": str(ledger)}, quotas={"folder": str(ledger)})
+
+
+def serving(monkeypatch: pytest.MonkeyPatch, **usage: Any) -> httpx.AsyncClient:
     fields: dict[str, Any] = {
         "root": {"admin": True},
         "ada": {
@@ -51,12 +53,12 @@ def client(monkeypatch: pytest.MonkeyPatch, ledger: Path) -> httpx.AsyncClient:
         {
             "models": [{"id": "demo", "source": "x"}],
             "access": {"keys_env": "KEYS"},
-            "usage": {"ledger": {"folder": str(ledger)}, "quotas": {"folder": str(ledger)}},
+            "usage": usage,
         }
     )
-    assert settings.usage.quotas
     engines: Any = {"demo": Engine(echo)}
-    ingress = Ingress(settings, engines, quotas=QuotasHandle(settings.usage.quotas))
+    quotas = settings.usage.quotas and QuotasHandle(settings.usage.quotas)
+    ingress = Ingress(settings, engines, quotas=quotas)
     transport = httpx.ASGITransport(ingress.__serve_build_asgi_app__())
     return httpx.AsyncClient(transport=transport, base_url="http://saturate", timeout=LIMIT_S)
 
@@ -103,11 +105,13 @@ async def test_a_service_without_keys_has_no_administrator(path: str) -> None:
 
 async def test_an_administrator_reads_the_ledger(client: httpx.AsyncClient, ledger: Path) -> None:
     check_error(await client.get(USAGE, headers=bearer("bob")), 403, "permission_error")
-    answer = await client.get(USAGE, params={"by": "key", "since": "7d"}, headers=bearer("root"))
+    answer = await client.get(USAGE, params={"by": "key,model", "since": "7d"}, headers=bearer("root"))
     assert (answer.status_code, answer.headers["content-type"]) == (200, "application/json")
-    assert [(row["key"], row["output_tokens"]) for row in answer.json()["rows"]] == [("ada", 15)]
-    answer = await client.get(USAGE, params={"format": "csv"}, headers=bearer("root"))
+    (row,) = answer.json()["rows"]
+    assert (row["key"], row["model"], row["output_tokens"]) == ("ada", "", 15)
+    answer = await client.get(USAGE, params={"by": "key", "format": "csv"}, headers=bearer("root"))
     assert answer.headers["content-type"].startswith("text/csv")
+    assert answer.text.splitlines()[1].startswith("ada,1,")
     message = check_error(
         await client.get(USAGE, params={"by": "colour"}, headers=bearer("root")),
         400,
@@ -115,26 +119,6 @@ async def test_an_administrator_reads_the_ledger(client: httpx.AsyncClient, ledg
         "by",
     )
     assert message.startswith("by: 'colour' is not a column")
-
-
-# Reports
-
-
-@pytest.fixture
-def reported(tmp_path: Path) -> Path:
-    """The folder of a ledger with one row of another tenant."""
-    return write_row(tmp_path / "usage", tenant="acme", output_tokens=15)
-
-
-async def test_a_report_has_the_sums_as_json_or_csv(reported: Path) -> None:
-    reports = UsageReports(str(reported))
-    text, kind = await reports.make({"by": "tenant,model", "since": "7d"})
-    assert kind == "application/json"
-    (row,) = json.loads(text)["rows"]
-    assert (row["tenant"], row["model"], row["output_tokens"]) == ("acme", "", 15)
-    text, kind = await reports.make({"format": "csv"})
-    assert kind.startswith("text/csv")
-    assert text.decode().splitlines()[1].startswith("acme,1,")
 
 
 @pytest.mark.parametrize(
@@ -150,26 +134,33 @@ async def test_a_report_has_the_sums_as_json_or_csv(reported: Path) -> None:
         ({"since": "7d\0"}, "since: must not have a NUL"),
     ],
 )
-async def test_a_wrong_parameter_is_400(reported: Path, fields: dict[str, str], message: str) -> None:
-    with pytest.raises(RequestError) as raised:
-        await UsageReports(str(reported)).make(fields)
-    assert raised.value.status == 400
-    assert message in str(raised.value)
+async def test_a_wrong_parameter_is_400(
+    client: httpx.AsyncClient, fields: dict[str, str], message: str
+) -> None:
+    answer = await client.get(USAGE, params=fields, headers=bearer("root"))
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
 
 
-async def test_a_ledger_that_is_not_there_is_told(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="no such folder") as raised:
-        await UsageReports(str(tmp_path / "none")).make({})
-    assert raised.value.status == 503
-    with pytest.raises(RequestError, match=r"args\.usage\.ledger") as raised:
-        await UsageReports(None).make({})
-    assert raised.value.status == 404
+@pytest.mark.parametrize(
+    ("usage", "status", "type", "message"),
+    [
+        ({"ledger": {"folder": "/no/such"}}, 503, "service_unavailable", "no such folder"),
+        ({}, 404, "not_found_error", "args.usage.ledger"),
+    ],
+)
+async def test_a_ledger_that_is_not_there_is_told(
+    monkeypatch: pytest.MonkeyPatch, usage: dict[str, Any], status: int, type: str, message: str
+) -> None:
+    client = serving(monkeypatch, quotas={"folder": "/nowhere"}, **usage)
+    answer = await client.get(USAGE, headers=bearer("root"))
+    assert message in check_error(answer, status, type)
 
 
-async def test_a_report_that_takes_too_long_is_ended(reported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_report_that_takes_too_long_is_ended(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(admin, "WAIT_S", 0.2)
     monkeypatch.setattr(admin, "COMMAND", ("sh", "-c", "exec sleep 60"))
-    with pytest.raises(RequestError) as raised:
-        await UsageReports(str(reported)).make({})
-    assert raised.value.status == 503
-    assert "ask for a shorter time" in str(raised.value)
+    answer = await client.get(USAGE, headers=bearer("root"))
+    assert "ask for a shorter time" in check_error(answer, 503, "service_unavailable")

@@ -16,7 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 from serve_app.api.errors import RequestError
 from serve_app.auth.key_store import KeyStore
 from serve_app.auth.keys import hash_key
-from serve_app.ingress.batches import BODY_BYTES, PIECE_BYTES, Forward
+from serve_app.ingress.batches import Forward
 from serve_app.ingress.body import BodyBudget
 from serve_app.ingress.context import RequestMiddleware
 from serve_app.ingress.deployment import Ingress
@@ -32,6 +32,9 @@ from tests.serve_app.jobs.handle import Handle
 from tests.serve_app.jobs.helpers import commits, row, text_of
 
 __all__ = ["health"]
+
+PIECE_BYTES = 1 << 20
+"""Bytes of a piece of an upload."""
 
 LIMIT_S = STILL_S
 CHAT: Literal["/v1/chat/completions"] = "/v1/chat/completions"
@@ -279,7 +282,7 @@ async def test_an_upload_without_end_is_refused_before_all_of_it_has_come(site: 
 
 async def test_a_large_body_elsewhere_is_refused(site: Site) -> None:
     async with site.http() as http:
-        answer = await http.post("/v1/batches", content=b"x" * (BODY_BYTES + 1))
+        answer = await http.post("/v1/batches", content=b"x" * ((1 << 17) + 1))
         check_error(answer, 413, "request_too_large")
 
 

@@ -19,8 +19,6 @@ from starlette.types import Message, Receive, Scope, Send
 
 from serve_app.api.errors import RequestError, error_response
 from serve_app.ingress.body import (
-    LARGE_BYTES,
-    SMALL,
     BodyBudget,
     look,
     read_body,
@@ -40,6 +38,12 @@ from tests.serve_app.ingress.engine_doubles import (
 from tests.serve_app.inspected import inspect
 
 __all__ = ["health"]
+
+SMALL = 64 * 1024
+"""Bytes of a body for which room is kept."""
+
+LARGE_BYTES = 1 << 18
+"""Bytes of the largest body that is looked into on the event loop."""
 
 LARGE = 4 * SMALL
 LIMITS = IngressSettings(max_body_bytes=LARGE, max_bytes_in_flight=4 * LARGE, body_timeout_s=LIMIT_S)

@@ -21,7 +21,7 @@ from serve_app.auth.key_store import KeyStore
 from serve_app.auth.keys import hash_key
 from serve_app.ingress.body import BodyBudget
 from serve_app.ingress.context import RequestMiddleware, context_of
-from serve_app.ingress.haproxy import ProxyLimits, with_limits
+from serve_app.ingress.haproxy import read_limits, with_limits
 from serve_app.ingress.header_filter import middlewares
 from serve_app.settings.ingress import AccessSettings
 from serve_app.telemetry.request_tracker import RequestTracker
@@ -66,7 +66,7 @@ async def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
     # The line of the real template.
     address = next(
         line
-        for line in with_limits(HAPROXY_CONFIG_TEMPLATE, ProxyLimits(100, 0)).splitlines()
+        for line in with_limits(HAPROXY_CONFIG_TEMPLATE, read_limits({})).splitlines()
         if "forwardfor" in line
     )
     path = tmp_path / "haproxy.cfg"

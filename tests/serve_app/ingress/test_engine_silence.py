@@ -9,21 +9,15 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from serve_app.api.errors import EngineLostError
-from serve_app.ingress.engine_call import (
-    SILENCE_S,
-    TICKS,
-    Attempt,
-    EngineGoneError,
-    EngineSilentError,
-    EngineUnreachedError,
-    is_lost,
-    ran_there,
-)
+from serve_app.ingress.engine_call import Attempt
 from serve_app.wire.frame import KEEPALIVE_S, Piece
 from tests.batcher.virtual import now, virtual
 from tests.serve_app.answers import KEEP_ALIVE, LOST, message
 
 T = TypeVar("T")
+SILENCE_S = 60.0
+"""Seconds without a word after which an engine is lost."""
+
 LIMIT_S = 10 * SILENCE_S
 A, B = message(body=b"a"), message(body=b"b")
 
@@ -99,27 +93,23 @@ async def test_an_engine_that_sends_nothing_is_given_up(begun: bool) -> None:
     if begun:
         answer.said.put_nowait(A)
         assert await soon(anext(asked)) == Piece(body=b"a")
-    with pytest.raises(EngineSilentError) as caught:
+    with pytest.raises(EngineLostError, match="has sent nothing for 60 s"):
         await soon(anext(asked))
     assert SILENCE_S <= now() <= SILENCE_S + 2 * KEEPALIVE_S
-    assert is_lost(caught.value)
-    assert ran_there(caught.value)
     assert answer.cancelled.is_set()
 
 
 @virtual
 async def test_a_request_that_a_silent_engine_has_not_taken_did_not_run_there() -> None:
-    with pytest.raises(EngineUnreachedError) as caught:
+    with pytest.raises(EngineLostError, match="has not taken it for 60 s"):
         await soon(anext(Attempt(Answer(taken=False), Replicas(True))))
     assert SILENCE_S <= now() <= SILENCE_S + KEEPALIVE_S
-    assert is_lost(caught.value)
-    assert not ran_there(caught.value)
 
 
 @virtual
 async def test_the_silence_of_an_engine_begins_when_it_takes_the_request() -> None:
     # It waits for the successor of an engine that has died, and is taken at any time after that.
-    for waited in range(1, 4 * TICKS):
+    for waited in range(1, 4 * round(SILENCE_S / KEEPALIVE_S)):
         answer, served = Answer(taken=False), Replicas(False)
         call = Attempt(answer, served)
         waits = asyncio.ensure_future(anext(call))
@@ -174,7 +164,7 @@ async def test_an_engine_that_sends_keep_alives_is_waited_for() -> None:
 @virtual
 async def test_a_request_that_no_engine_can_have_yet_is_waited_for() -> None:
     answer, replicas = Answer(taken=False), Replicas(False, False, False, True)
-    with pytest.raises(EngineUnreachedError):
+    with pytest.raises(EngineLostError, match="has not taken it"):
         await soon(anext(Attempt(answer, replicas)))
     assert replicas.asked == 4
 
@@ -215,9 +205,8 @@ async def test_a_slow_client_does_not_make_an_engine_silent() -> None:
 async def test_an_engine_that_died_in_the_middle_is_lost() -> None:
     answer = Answer()
     answer.said.put_nowait(LOST)
-    with pytest.raises(EngineLostError) as caught:
+    with pytest.raises(EngineLostError):
         await soon(anext(Attempt(answer, Replicas(True))))
-    assert is_lost(caught.value)
 
 
 async def test_other_failures_are_raised_as_they_are() -> None:
@@ -230,9 +219,8 @@ async def test_other_failures_are_raised_as_they_are() -> None:
 async def test_a_call_that_serve_ends_is_lost_and_not_the_client_s_doing() -> None:
     answer = Answer()
     answer.said.put_nowait(asyncio.CancelledError())
-    with pytest.raises(EngineGoneError) as caught:
+    with pytest.raises(EngineLostError, match="was taken away"):
         await soon(anext(Attempt(answer, Replicas(True))))
-    assert is_lost(caught.value)
 
 
 async def test_a_caller_that_is_cancelled_gets_its_cancellation() -> None:

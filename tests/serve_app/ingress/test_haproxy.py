@@ -19,14 +19,7 @@ from typing import ClassVar, NamedTuple
 import httpx
 import pytest
 
-from serve_app.ingress.haproxy import (
-    LEAST_CONNECTIONS,
-    ProxyLimits,
-    connections,
-    open_files,
-    read_limits,
-    with_limits,
-)
+from serve_app.ingress.haproxy import LEAST_CONNECTIONS, connections, open_files, read_limits, with_limits
 from tests.serve_app.cli.services import free_port
 
 CONNECTIONS, PER_ADDRESS = 800, 50
@@ -357,4 +350,4 @@ def test_a_wrong_value_names_its_variable(name: str, value: str) -> None:
 
 def test_the_template_of_another_ray_serve_is_refused() -> None:
     with pytest.raises(RuntimeError, match="this version of Ray Serve"):
-        with_limits("frontend http_frontend\n", ProxyLimits(100, 10))
+        with_limits("frontend http_frontend\n", read_limits({}))

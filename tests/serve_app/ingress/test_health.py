@@ -18,8 +18,6 @@ from ray.serve.schema import (
 
 from serve_app.ingress.deployment import Ingress
 from serve_app.ingress.status import (
-    MAX_AGE_AWAITED_S,
-    MAX_AGE_S,
     Health,
     HealthReport,
     ModelState,
@@ -202,12 +200,12 @@ async def test_the_controller_is_asked_now_and_then_and_more_often_while_a_model
     health = Health("llm", ["demo"])
     first = await health.read()
     controller.deployments["Engine:demo"] = deployment()
-    controller.now += MAX_AGE_AWAITED_S
+    controller.now += 0.5
     assert await health.read() is first
     controller.now += 0.001
     second = await health.read()
     assert second.ready
-    controller.now += MAX_AGE_S
+    controller.now += 2.0
     assert await health.read() is second
     controller.now += 0.001
     await health.read()

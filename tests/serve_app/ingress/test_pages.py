@@ -13,14 +13,19 @@ from batcher import BatchStats, ContinuousStats
 from serve_app.auth.key_store import OPEN
 from serve_app.auth.keys import hash_key
 from serve_app.ingress.deployment import Ingress
-from serve_app.ingress.pages import FILES, FOLDER
 from serve_app.settings.schema import parse
 from serve_app.stats import Rates, Total
+from tests.pages import read
 from tests.serve_app.ingress.engine_doubles import Client, Engine, application, check_error, echo, health
 
 __all__ = ["health"]
 
-HTML, CSS, SCRIPT = ((FOLDER / f"page.{kind}").read_text() for kind in ("html", "css", "js"))
+FILES = {
+    "/": ("html", "text/html; charset=utf-8"),
+    "/page.css": ("css", "text/css; charset=utf-8"),
+    "/page.js": ("js", "text/javascript; charset=utf-8"),
+}
+HTML, CSS, SCRIPT = TEXTS = [read(f"serve_app/ingress/page/page.{kind}") for kind, _ in FILES.values()]
 BROWSER = {"accept": "text/html,application/xhtml+xml;q=0.9,*/*;q=0.8"}
 KEY = "sk-ada"
 
@@ -58,15 +63,15 @@ class Reader(HTMLParser):
             self.blocks[-1] += data
 
 
-@pytest.mark.parametrize("path", FILES)
-async def test_a_file_has_a_strict_policy_and_is_asked_for_again_by_its_tag(path: str) -> None:
+@pytest.mark.parametrize(("path", "text"), [*zip(FILES, TEXTS, strict=True)], ids=[*FILES])
+async def test_a_file_has_a_strict_policy_and_is_asked_for_again_by_its_tag(path: str, text: str) -> None:
     async with Client() as client:
         response = await client.get(path)
         again = await client.get(path, headers={"if-none-match": f'W/{response.headers["etag"]}, "other"'})
         other = await client.get(path, headers={"if-none-match": '"other"'})
     assert response.status_code == other.status_code == 200
     assert response.headers["content-type"] == FILES[path][1]
-    assert response.content == (FOLDER / FILES[path][0]).read_bytes()
+    assert response.text == text
     assert (again.status_code, again.content) == (304, b"")
     for answer in (response, again):
         policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))

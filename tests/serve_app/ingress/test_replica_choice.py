@@ -10,10 +10,6 @@ from hypothesis import strategies as st
 
 from serve_app.api.facts import prefix_hashes
 from serve_app.ingress.replica_choice import (
-    CROWD,
-    LEAST_CHUNKS,
-    LEAST_SLACK_TOKENS,
-    SLACK_TOKENS,
     AdapterIndex,
     PrefixIndex,
     ReplicaCharge,
@@ -21,6 +17,12 @@ from serve_app.ingress.replica_choice import (
     ReplicaState,
 )
 from serve_app.wire.request import RelayRequest
+
+SLACK_TOKENS = 16_384
+"""Tokens by which a replica may be ahead of the others where a prefix is cached."""
+
+LEAST_CHUNKS = 64
+"""Hashes that are remembered of the smallest replica."""
 
 PREFIX = prefix_hashes(b"a prompt that others share " * 100)
 
@@ -81,7 +83,7 @@ def test_a_short_match_is_none() -> None:
 def test_a_prefix_that_many_requests_share_is_taken_over_by_an_idle_replica() -> None:
     policy = choice("abc")
     chosen = [send(policy, PREFIX) for _ in range(30)]
-    assert len(set(chosen[:CROWD])) == 1
+    assert len(set(chosen[:4])) == 1
     assert max(Counter(chosen).values()) <= 15
     # It stays as long as the others are half as loaded or more.
     policy = choice("ab")
@@ -123,10 +125,10 @@ def test_a_caller_with_a_small_part_of_the_traffic_has_a_small_part_of_the_bound
     policy.send(ReplicaCharge(), "a", PREFIX, 8_000)
     assert policy.choose(PREFIX) == "a"
     policy.update({"a": ReplicaState(tokens=16_000), "b": ReplicaState(tokens=16_000)})
-    assert policy.limit(0) == SLACK_TOKENS / 4
+    assert policy.limit(0) == 4_096
     assert policy.choose(PREFIX) == "b"
     policy.update({"a": ReplicaState(tokens=10**7), "b": ReplicaState()})
-    assert policy.limit(0) == LEAST_SLACK_TOKENS
+    assert policy.limit(0) == 1_024
 
 
 def test_callers_that_know_nothing_of_each_other_place_a_prefix_on_the_same_two_replicas() -> None:

@@ -16,7 +16,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter
 
 from serve_app.api.facts import Facts, prefix_hashes
 from serve_app.app import ROUTER
-from serve_app.ingress.replica_choice import SLACK_TOKENS, ReplicaCharge
+from serve_app.ingress.replica_choice import ReplicaCharge
 from serve_app.ingress.replica_router import EngineRouter
 from serve_app.wire.request import RelayRequest
 from tests.progress import STILL_S
@@ -134,7 +134,7 @@ async def test_a_request_gives_its_tokens_back_when_it_ends(three: Handle) -> No
 
 async def test_requests_that_come_at_once_see_each_other() -> None:
     handle = Handle(Replica("a"), Replica("b"))
-    chosen = await asyncio.gather(*(handle.send(relayed(tokens=SLACK_TOKENS)) for _ in range(10)))
+    chosen = await asyncio.gather(*(handle.send(relayed(tokens=16_384)) for _ in range(10)))
     assert chosen.count("a") == chosen.count("b") == 5
 
 

@@ -1,16 +1,23 @@
 """Statistics: calls of every replica, with replicas that the test plays, and what a caller may see."""
 
 import asyncio
+import json
 from typing import Any
 
+import httpx
 import pytest
 from ray.serve.handle import DeploymentBroadcastResponse
 
 from serve_app.api.protocol import JSON
 from serve_app.auth.key_store import Caller
-from serve_app.auth.keys import Key
-from serve_app.ingress.status import broadcast, own_part, replica_stats, with_totals
+from serve_app.auth.keys import Key, hash_key
+from serve_app.ingress.deployment import Ingress
+from serve_app.ingress.status import ModelState, own_part, replica_stats
+from serve_app.settings.schema import parse
 from serve_app.stats import ReplicaStats
+from tests.serve_app.ingress.engine_doubles import Client, Engine, echo, health
+
+__all__ = ["health"]
 
 TURNS = 20
 """More turns of the loop than a call needs once its replica has answered."""
@@ -65,16 +72,6 @@ async def turn(count: int) -> None:
         await asyncio.sleep(0)
 
 
-async def test_each_replica_is_asked() -> None:
-    handle = Handle()
-    asking = asyncio.create_task(broadcast(handle, one, "prepare", "a", 1, timeout_s=60))
-    await turn(TURNS)
-    handle.answers[0].set_result("prepared")
-    assert await asking == ["prepared"]
-    assert handle.calls == [("prepare", ("a", 1))]
-    assert handle.options_given == [{"_by_reference": True}]
-
-
 async def test_the_statistics_are_those_of_each_replica() -> None:
     handle: Any = Handle()
     asking = asyncio.create_task(replica_stats(handle, one))
@@ -82,24 +79,25 @@ async def test_the_statistics_are_those_of_each_replica() -> None:
     handle.answers[0].set_result({"replica": "a"})
     assert await asking == [ReplicaStats(replica="a")]
     assert handle.calls == [("stats", ())]
+    assert handle.options_given == [{"_by_reference": True}]
 
 
 async def test_a_model_without_replicas_is_not_asked() -> None:
     async def none() -> int:
         return 0
 
-    handle = Handle()
-    assert await broadcast(handle, none, "stats", timeout_s=60) == []
+    handle: Any = Handle()
+    assert await replica_stats(handle, none) == []
     assert handle.calls == []
 
 
 @pytest.mark.parametrize("turns", range(TURNS))
 async def test_a_cancellation_is_not_lost_to_an_answer(turns: int) -> None:
-    handle = Handle()
+    handle: Any = Handle()
 
     async def poll() -> None:
         while True:
-            await broadcast(handle, one, "stats", timeout_s=60)
+            await replica_stats(handle, one, 60)
 
     polling = asyncio.create_task(poll())
     await turn(TURNS)
@@ -114,21 +112,23 @@ async def test_a_cancellation_is_not_lost_to_an_answer(turns: int) -> None:
 
 
 async def test_a_replica_that_does_not_answer_in_time_is_an_error() -> None:
+    handle: Any = Handle()
     with pytest.raises(TimeoutError, match=r"no answer in 0\.01 s"):
-        await broadcast(Handle(), one, "stats", timeout_s=0.01)
+        await replica_stats(handle, one, 0.01)
 
 
 async def test_a_controller_that_does_not_answer_in_time_is_an_error() -> None:
     async def never() -> int:
         return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
+    handle: Any = Handle()
     with pytest.raises(TimeoutError, match=r"no answer in 0\.01 s"):
-        await broadcast(Handle(), never, "stats", timeout_s=0.01)
+        await replica_stats(handle, never, 0.01)
 
 
 async def test_a_replica_that_stops_is_an_error_and_no_cancellation() -> None:
-    handle = Handle()
-    asking = asyncio.create_task(broadcast(handle, one, "stats", timeout_s=60))
+    handle: Any = Handle()
+    asking = asyncio.create_task(replica_stats(handle, one))
     await turn(TURNS)
     handle.answers[0].cancel()
     with pytest.raises(ConnectionError, match="stopped while it was asked"):
@@ -198,27 +198,32 @@ def test_a_service_without_quotas_has_none_to_show() -> None:
 # States and sums
 
 
-def total(*replicas: JSON, health: JSON | None = None, **report: Any) -> JSON:
-    """Return the entry of a model, with its state and its sums."""
-    stats = with_totals({"models": {"demo": {"replicas": list(replicas), **report}}}, {"demo": health or {}})
-    found: JSON = stats["models"]["demo"]
+READY = ModelState(3, asleep=False, awaits="")
+
+
+async def total(health: dict[str, ModelState], *replicas: JSON) -> JSON:
+    """Return the entry of a model with these replicas, with its state and its sums."""
+    health.setdefault("demo", READY)
+    async with Client(Engine(echo, stats=list(replicas))) as client:
+        found: JSON = (await client.get("/stats")).json()["models"]["demo"]
     return found
 
 
 STATES = [
-    ({"error": "a replica stopped"}, {}, ("error", "a replica stopped")),
-    ({}, {}, ("asleep", "")),
-    ({}, {"state": "asleep", "replicas": 0}, ("asleep", "")),
-    ({}, {"state": "starting", "awaits": "a GPU"}, ("starting", "a GPU")),
-    # The replica has come since Ray Serve was asked.
-    ({}, {"state": "ready", "replicas": 1}, ("starting", "")),
+    (ModelState(0, asleep=True, awaits=""), ("asleep", "")),
+    (ModelState(0, asleep=False, awaits="a GPU"), ("starting", "a GPU")),
+    # The last replica has gone since Ray Serve was asked.
+    (READY, ("starting", "")),
 ]
 
 
-@pytest.mark.parametrize(("report", "health", "state"), STATES)
-def test_the_state_of_a_model_without_replicas(report: JSON, health: JSON, state: tuple[str, str]) -> None:
-    found = total(health=health, **report)
-    assert (found["state"], found["detail"]) == state
+@pytest.mark.parametrize(("state", "shown"), STATES)
+async def test_the_state_of_a_model_without_replicas(
+    health: dict[str, ModelState], state: ModelState, shown: tuple[str, str]
+) -> None:
+    health["demo"] = state
+    found = await total(health)
+    assert (found["state"], found["detail"]) == shown
 
 
 @pytest.mark.parametrize(
@@ -235,11 +240,13 @@ def test_the_state_of_a_model_without_replicas(report: JSON, health: JSON, state
         (["failed"], "failed"),
     ],
 )
-def test_the_state_of_a_model_that_takes_turns(turns: list[str | None], state: str) -> None:
+async def test_the_state_of_a_model_that_takes_turns(
+    health: dict[str, ModelState], turns: list[str | None], state: str
+) -> None:
     entries = [{"turn": turn and {"state": turn, "cause": "no memory"}} for turn in turns]
-    found = total(*entries, health={"state": "ready", "replicas": 3, "simulated": "h100-8b"})
+    found = await total(health, *entries)
     assert (found["state"], found["detail"]) == (state, "no memory" if state == "failed" else "")
-    assert (found["ready_replicas"], found["simulated"]) == (3, "h100-8b")
+    assert found["ready_replicas"] == 3
 
 
 def replica(out: float, *tenants: str, **stats: Any) -> JSON:
@@ -255,12 +262,16 @@ def replica(out: float, *tenants: str, **stats: Any) -> JSON:
     }
 
 
-def test_a_model_sums_its_replicas_and_takes_the_slowest_percentiles() -> None:
-    found = total(
+async def test_a_model_sums_its_replicas_and_takes_the_slowest_percentiles(
+    health: dict[str, ModelState],
+) -> None:
+    entry = await total(
+        health,
         replica(50, "a", running=2, running_cost=30, queue_classes={-1: (2, 9), 1: (4, 9)}, ttft_p99_s=0.2),
         replica(30, "a", "b", running=6, running_cost=70, queue_classes={1: (1, 9), 9: (0, 0)}),
         {"replica": "new"},
-    )["total"]
+    )
+    found = entry["total"]
     assert (found["running"], found["max_running"], found["ttft_p99_s"]) == (8, 128, 0.2)
     assert found["waiting_by_tier"] == {"priority": 2, "flex": 5}
     assert (found["kv_tokens"], found["kv_capacity"], found["kv_used"]) == (100, 200, 0.5)
@@ -273,23 +284,37 @@ def test_a_model_sums_its_replicas_and_takes_the_slowest_percentiles() -> None:
     }
 
 
-def test_a_replica_without_a_bound_leaves_the_model_without_one() -> None:
-    assert total(replica(1), replica(1, max_running=None))["total"]["max_running"] is None
+async def test_a_replica_without_a_bound_leaves_the_model_without_one(health: dict[str, ModelState]) -> None:
+    found = await total(health, replica(1), replica(1, max_running=None))
+    assert found["total"]["max_running"] is None
 
 
-def test_a_function_has_no_tokens_and_batches_of_a_mean_size() -> None:
+async def test_a_function_has_no_tokens_and_batches_of_a_mean_size(health: dict[str, ModelState]) -> None:
     two = ({"total_batches": 10, "avg_batch_size": 2.0}, {"total_batches": 30, "avg_batch_size": 6.0})
-    found = total(*({"batcher": one | {"running": 4}} for one in two))["total"]
+    found = (await total(health, *({"batcher": one | {"running": 4}} for one in two)))["total"]
     assert (found["running"], found["batch_size"]) == (8, 5.0)
     assert (found["kv_tokens"], found["kv_used"], found["output_tokens_per_s"]) == (None, None, None)
 
 
-def test_the_use_of_tenants_is_summed_over_models() -> None:
-    models = {"x": {"replicas": [replica(1, "a", "b")]}, "y": {"replicas": [replica(1, "a")]}}
-    found = with_totals({"models": models}, {})["tenants"]
+async def test_the_use_of_tenants_is_summed_over_models(health: dict[str, ModelState]) -> None:
+    health |= {"x": READY, "y": READY}
+    engines = {"x": Engine(echo, stats=[replica(1, "a", "b")]), "y": Engine(echo, stats=[replica(1, "a")])}
+    async with Client(engines) as client:
+        found = (await client.get("/stats")).json()["tenants"]
     assert {name: use["calls"] for name, use in found.items()} == {"a": 4, "b": 2}
 
 
-def test_the_sums_have_what_a_caller_may_see_alone() -> None:
-    found = with_totals(own_part(stats(), caller("ada")), {})
+async def test_the_sums_have_what_a_caller_may_see_alone(
+    health: dict[str, ModelState], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    health["demo"] = READY
+    monkeypatch.setenv(
+        "KEYS", json.dumps([{"name": "ada", "sha256": hash_key(b"ada"), "tenant": "research"}])
+    )
+    settings = parse({"models": [{"id": "demo", "simulate": "h100-8b"}], "access": {"keys_env": "KEYS"}})
+    engines: Any = {"demo": Engine(echo, stats=stats()["models"]["demo"]["replicas"])}
+    transport = httpx.ASGITransport(Ingress(settings, engines).__serve_build_asgi_app__())
+    async with httpx.AsyncClient(transport=transport, base_url="http://saturate") as client:
+        found = (await client.get("/stats", headers={"authorization": "Bearer ada"})).json()
     assert set(found["tenants"]) == set(found["models"]["demo"]["total"]["tenants"]) == {"research"}
+    assert found["models"]["demo"]["simulated"] == "h100-8b"
