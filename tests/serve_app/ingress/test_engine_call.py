@@ -230,7 +230,7 @@ async def test_engines_that_stop_are_no_loss_and_tries_are_bounded(
         (after - before) / (0.15 * 2**number)
         for number, (before, after) in enumerate(pairwise(engines.times))
     ]
-    assert 0.5 <= min(shares) < max(shares) <= 1.5
+    assert 0.5 <= min(shares) < max(shares) - 1e-4 <= 1.5
 
 
 @pytest.mark.parametrize(

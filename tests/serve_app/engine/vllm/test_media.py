@@ -97,7 +97,7 @@ def connector(connection: HTTPConnection, *hosts: str) -> Any:
         envs.VLLM_MEDIA_CONNECTOR,
         connection=connection,
         allowed_local_media_path="",
-        allowed_media_domains=list(hosts) or ["none"],
+        allowed_media_domains=list(hosts) or ["none, since engine.allowed_media_domains is empty"],
     )
 
 
