@@ -658,7 +658,8 @@ async def test_the_tokens_of_a_call_are_reported_until_it_ends() -> None:
 
 
 @virtual
-async def test_the_tokens_of_a_report_are_rounded_since_each_change_goes_to_all_handles() -> None:
+async def test_the_tokens_of_a_report_are_rounded() -> None:
+    """Each change goes to all handles."""
     reported: list[int] = []
     sizes = [0, 1, 7, 100, 1_000, 100_000, *range(60_000, 69_000, 500)]
 
