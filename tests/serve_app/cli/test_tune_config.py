@@ -143,7 +143,7 @@ def test_settings_go_where_they_restart_nothing(report: Path, tmp_path: Path) ->
 
 
 def test_the_target_of_the_scaling_changes(report: Path, tmp_path: Path) -> None:
-    scaling = {"max_replicas": 4, "target_ongoing_requests": 2}
+    scaling: dict[str, Any] = {"max_replicas": 4, "target_ongoing_requests": 2}
     _, (_, engine) = written(report, tmp_path / "c.yaml", autoscaling_config=scaling)
     # A little below the 16 clients.
     assert engine["autoscaling_config"] == {"max_replicas": 4, "target_ongoing_requests": 14}

@@ -57,7 +57,7 @@ def serving(monkeypatch: pytest.MonkeyPatch, **usage: Any) -> httpx.AsyncClient:
         }
     )
     engines: Any = {"demo": Engine(echo)}
-    quotas = settings.usage.quotas and QuotasHandle(settings.usage.quotas)
+    quotas = QuotasHandle(settings.usage.quotas) if settings.usage.quotas else None
     ingress = Ingress(settings, engines, quotas=quotas)
     transport = httpx.ASGITransport(ingress.__serve_build_asgi_app__())
     return httpx.AsyncClient(transport=transport, base_url="http://saturate", timeout=LIMIT_S)

@@ -108,7 +108,7 @@ class Bench:
 
 
 @asynccontextmanager
-async def running(folder: Path, engine: Engine, **options: Any) -> AsyncIterator[Bench]:
+async def running(folder: Path, engine: Any, **options: Any) -> AsyncIterator[Bench]:
     """Run batches."""
     store, content = opened(folder)
     bench = Bench(store, content, engine, **options)

@@ -47,7 +47,7 @@ async def post(http: httpx.AsyncClient, content: Any) -> httpx.Response:
 
 def kept(folder: Path, answer: httpx.Response) -> Path:
     """Return the content of a file that was sent."""
-    return folder / "files" / answer.json()["id"]
+    return folder / "files" / str(answer.json()["id"])
 
 
 async def test_a_form_may_come_in_any_pieces(tmp_path: Path) -> None:

@@ -514,7 +514,8 @@ async def test_a_batch_is_what_the_client_expects_in_each_state(tmp_path: Path, 
 
 @pytest.mark.parametrize("empty", ["output", "error"])
 async def test_a_result_file_without_rows_is_not_named(tmp_path: Path, empty: str) -> None:
-    found = await shown(tmp_path, state="completed", **{f"{empty}_bytes": 0})
+    fields: dict[str, Any] = {f"{empty}_bytes": 0}
+    found = await shown(tmp_path, state="completed", **fields)
     assert [found[f"{name}_file_id"] is None for name in (empty, "output", "error")].count(True) == 2
 
 
@@ -536,7 +537,12 @@ async def test_a_warning_is_shown_while_the_batch_is_open(
 
 
 async def test_tokens_are_added_up(tmp_path: Path) -> None:
-    tokens = {"input_tokens": 10, "cached_tokens": 4, "output_tokens": 7, "reasoning_tokens": 2}
+    tokens: dict[str, Any] = {
+        "input_tokens": 10,
+        "cached_tokens": 4,
+        "output_tokens": 7,
+        "reasoning_tokens": 2,
+    }
     assert (await shown(tmp_path, state="completed", **tokens))["usage"] == {
         "input_tokens": 10,
         "input_tokens_details": {"cached_tokens": 4},

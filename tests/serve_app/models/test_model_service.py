@@ -126,7 +126,7 @@ WEIGHTS = "The weights are published in"
 def test_the_reason_of_a_type_is_true(
     config: dict[str, Any], gpus: list[UsableGPU], dtype: str | None, reason: str
 ) -> None:
-    options = {} if dtype is None else {"dtype": dtype}
+    options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     found = served(Model("a/model", SMALL_CONFIG | config, GB), machine(*gpus), **options)
     assert found.comment("dtype").endswith(reason)
 

@@ -199,4 +199,4 @@ class QuotasHandle:
         async with asyncio.timeout(LIMIT_S), self._reported:
             await self._reported.wait_for(lambda: self._reports >= enough)
         states = (await states_of(self.service))[subject]
-        return next(state.remaining for state in states if state.name == limit)
+        return int(next(state.remaining for state in states if state.name == limit))

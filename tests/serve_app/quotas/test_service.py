@@ -28,7 +28,7 @@ def engine(name: str = "h") -> Engine:
 
 async def remaining(service: QuotaService) -> int:
     (state,) = (await states_of(service))["tenant t"]
-    return state.remaining
+    return int(state.remaining)
 
 
 async def test_a_grant_is_saved_before_it_leaves() -> None:
