@@ -1,7 +1,6 @@
 """Sums over the files of a ledger, by queries in SQL for DuckDB."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import datetime
 from decimal import Decimal
 from functools import cached_property
@@ -138,10 +137,18 @@ class LedgerFiles:
 
     @cached_property
     def prices(self) -> Prices | None:
-        """The prices that the service has written beside its rows; None: there are no prices."""
-        with suppress(FileNotFoundError, ValueError):
+        """The prices that the service has written beside its rows; None: there are no prices.
+
+        Raises:
+            LedgerError: The file of prices is damaged.
+        """
+        try:
             return unpack(self._files.cat_file(f"{self._root}/{FILE}"))
-        return None
+        except FileNotFoundError:
+            return None
+        except ValueError:
+            text = "has no valid prices; remove it, or give a config with prices (--config)"
+            raise LedgerError(f"{self._root}/{FILE} {text}") from None
 
     def sums(
         self,

@@ -130,6 +130,16 @@ def test_without_a_config_the_prices_are_those_beside_the_files(ledger: Path) ->
     assert (body["currency"], body["total"]["price"]) == ("EUR", "1.5")
 
 
+@pytest.mark.parametrize("text", ['{"prices": {"demo": {"input": -1}}}', "no JSON"])
+def test_wrong_prices_beside_the_files_are_told_with_the_fix(ledger: Path, tmp_path: Path, text: str) -> None:
+    (ledger / "prices.json").write_text(text)
+    result = ask(ledger)
+    assert result.exit_code == 2
+    assert "prices.json has no valid prices; remove it, or give a config with prices" in result.stderr
+    priced = {"ledger": {"folder": str(ledger)}, "prices": {"demo": {"input": 1, "output": 1}}}
+    assert ask("--config", config(tmp_path / "serve.yaml", priced), "--since", "7d").exit_code == 0
+
+
 def test_lines_that_are_no_rows_are_told_and_left_out(ledger: Path) -> None:
     (ledger / f"day={NOW.date()}" / "b.00000.jsonl").write_bytes(b"what\n")
     result = ask(ledger)
