@@ -39,8 +39,8 @@ SKIPPED = {
     "tests/serve_app/test_import_order.py",
     # A minute or more each: measurements, whole starts, and the grammars of vLLM.
     *("tests/batcher/test_overcommitment.py", "tests/serve_app/engine/vllm/test_overcommitment.py"),
-    *("tests/serve_app/cli/test_launch.py", "tests/serve_app/dataset/test_memory.py"),
-    *("tests/serve_app/engine/test_grammars.py", "tests/serve_app/engine/test_grammar_worker.py"),
+    *("tests/serve_app/cli/test_foreground.py", "tests/serve_app/dataset/test_memory.py"),
+    *("tests/serve_app/engine/test_grammars.py", "tests/serve_app/engine/vllm/test_grammar_compiler.py"),
 }
 """Files of tests that aren't run."""
 
