@@ -44,6 +44,9 @@ MOST_S = 1.0
 START_S = 15.0
 """Least timeout of the first answer, in seconds: the service may start at the same time as this process."""
 
+ANSWER_S = 2.0
+"""Most seconds for an answer: a report to a process that has died may have none."""
+
 RETRY_S = 0.25
 """Seconds between two tries while the service doesn't answer."""
 
@@ -142,7 +145,7 @@ class QuotaClient:
         self._running.cancel()
         self._holder.give_up()
         try:
-            async with asyncio.timeout(self._settings.away_s):
+            async with asyncio.timeout(min(self._settings.away_s, ANSWER_S)):
                 await self._ask(self._holder.report())
         except Exception as error:
             # The service frees the amounts of a process whose reports are overdue.
@@ -344,7 +347,7 @@ class QuotaClient:
         sent_at = self._monotonic()
         report = self._holder.report([(one.limits, one.tokens) for one in waiting])
         try:
-            async with asyncio.timeout(self._settings.away_s):
+            async with asyncio.timeout(min(self._settings.away_s, ANSWER_S)):
                 answer = await self._ask(report._replace(table=self._table))
         except (Exception, asyncio.CancelledError) as error:
             # The service is away, or restarts; Ray Serve logs its exceptions there, with their stack.

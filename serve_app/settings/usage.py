@@ -120,9 +120,10 @@ class QuotasSettings(Strict):
         ),
     )
     away_s: Seconds = Field(
-        default=2.0,
+        default=10.0,
         description=(
-            "Seconds without an answer after which `when_away` applies; at least 15 s for the first answer."
+            "Seconds without an answer after which `when_away` applies; at least 15 s for the first answer. "
+            "A new version of the service restarts the deployment: calls wait for it meanwhile."
         ),
     )
 
