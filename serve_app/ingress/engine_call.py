@@ -47,8 +47,8 @@ from serve_app.wire.usage import RequestUsage
 logger = logging.getLogger("ray.serve")
 
 TRIES = 5
-"""The number of engines that a request is sent to at most: some may stop in good order, or never take the
-request. An engine that dies refuses requests until its process ends."""
+"""Most engines that a request is sent to before it is lost with one, and again after each such loss: some
+engines stop in good order, or never take the request. A dying engine refuses requests until its process ends."""
 
 BACKOFF_S = 0.15
 """Mean seconds before the second try; they double with each. A replica that dies is gone by then."""
@@ -338,7 +338,7 @@ class EngineCall:
         ask: Sends the request to an engine.
         request: The request.
         died: Called for each engine that had the request and whose process is gone.
-        tries: Number of engines to ask at most; see `TRIES`.
+        tries: Most engines to ask between two losses; see `TRIES`.
         alone: Entered for the tries at the last engine that the request may lose.
         lost: The engines that were lost with the request in earlier calls, by the ids of their replicas; gets
             further ids. None of the list: the id isn't known.
