@@ -47,8 +47,8 @@ from serve_app.wire.usage import RequestUsage
 logger = logging.getLogger("ray.serve")
 
 TRIES = 5
-"""Most engines that a request is sent to before it is lost with one, and again after each such loss: some
-engines stop in good order, or never take the request. A dying engine refuses requests until its process ends."""
+"""Most engines that a request is sent to before it is lost with one, and again after each such loss. Some
+engines stop in good order, or never take the request. A dying engine refuses requests until its end."""
 
 BACKOFF_S = 0.15
 """Mean seconds before the second try; they double with each. A replica that dies is gone by then."""

@@ -36,9 +36,10 @@ TICKS = [digit * size for size in (0.01, 0.1, 1.0, 10.0, 100.0) for digit in (1,
 
 
 def draw(results: Path) -> str:
-    """Draw a JSON file of results into a PNG beside it; return a message for the user.
+    """Draw a JSON file of results into a PNG beside it, a panel for each case.
 
-    Cases with a sweep are drawn; without any, the others.
+    Returns:
+        A message for the user.
     """
     if importlib.util.find_spec("matplotlib") is None:
         return "no plot: matplotlib is not installed (`make bench NAME=beside` installs it)"
@@ -48,12 +49,11 @@ def draw(results: Path) -> str:
     from matplotlib import pyplot
 
     found = json.loads(results.read_text())
-    measured = {name: case for name, case in CASES.items() if TTFT_P99 in figures(found, f"{name}/{OURS}")}
-    shown = {name: case for name, case in measured.items() if case.bounds} or measured
+    shown = {name: case for name, case in CASES.items() if TTFT_P99 in figures(found, f"{name}/{OURS}")}
     if not shown:
         return "no plot: live traffic beside rows is not measured"
     figure, axes = pyplot.subplots(
-        1, len(shown), figsize=(5 * len(shown), 4), squeeze=False, layout="constrained"
+        1, len(shown), figsize=(5 * len(shown), 4), squeeze=False, sharey=True, layout="constrained"
     )
     for axis, (name, case) in zip(axes[0], shown.items(), strict=True):
         _panel(axis, found, name, case)
@@ -94,7 +94,7 @@ def _panel(axis: Any, found: Found, name: str, case: Case) -> None:
     axis.yaxis.set_minor_formatter("")
     low, high = axis.get_ylim()
     axis.set_yticks([tick for tick in TICKS if low < tick < high])
-    axis.set_xlim(left=0)
+    axis.set_xlim(0, 1.1 * axis.get_xlim()[1])
     axis.set_xlabel("batch rows: output tokens per second")
     axis.set_title(
         f"{about(device.profile)}, {device.rate:g} live streams/s\nrows of {rows.prompt} tokens in and "
