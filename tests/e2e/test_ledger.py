@@ -289,9 +289,11 @@ BODIES: dict[str, tuple[str, JSON]] = {
 }
 
 
-async def stream(client: httpx.AsyncClient, tenant: str, prompt: str, *, leaves: bool = False) -> JSON:
+async def stream(
+    client: httpx.AsyncClient, tenant: str, prompt: str, *, leaves: bool = False, **fields: int
+) -> JSON:
     """Read a stream to its end; return what it says in its last event. Or leave it in its middle."""
-    body = BODY | {"prompt": prompt, "stream": True, "stream_options": {"include_usage": True}}
+    body = BODY | {"prompt": prompt, "stream": True, "stream_options": {"include_usage": True}} | fields
     usage: JSON = {}
     async with client.stream("POST", "/v1/completions", json=body, headers={"x-tenant": tenant}) as answer:
         async for line in answer.aiter_lines():
@@ -324,7 +326,8 @@ async def kill_under_streams(service: Service, client: httpx.AsyncClient, counte
     """Kill a replica while nothing runs but streams, at each replica some; return what each stream says."""
     streams: list[asyncio.Task[JSON]] = []
     for _ in range(ROUNDS):
-        running = [asyncio.create_task(stream(client, "resumed", each)) for each in PROMPTS]
+        # Long enough to run on when they are seen, and the kill comes.
+        running = [asyncio.create_task(stream(client, "resumed", each, max_tokens=1_500)) for each in PROMPTS]
         streams += running
         while not any(each.done() for each in running):
             if await asyncio.to_thread(all_busy, service):
