@@ -145,8 +145,7 @@ class QuotaClient:
         self._running.cancel()
         self._holder.give_up()
         try:
-            async with asyncio.timeout(min(self._settings.away_s, ANSWER_S)):
-                await self._ask(self._holder.report())
+            await self._send(self._holder.report())
         except Exception as error:
             # The service frees the amounts of a process whose reports are overdue.
             logger.debug("quotas: the last report failed: %r", error)
@@ -339,6 +338,10 @@ class QuotaClient:
             return RECALL_S
         return POLL_S if self._holder.busy else REST_S
 
+    async def _send(self, report: HolderReport) -> HolderAnswer:
+        async with asyncio.timeout(min(self._settings.away_s, ANSWER_S)):
+            return await self._ask(report)
+
     async def _exchange(self) -> None:
         """Report once."""
         waiting = self._waiting[:SLICE]
@@ -347,8 +350,7 @@ class QuotaClient:
         sent_at = self._monotonic()
         report = self._holder.report([(one.limits, one.tokens) for one in waiting])
         try:
-            async with asyncio.timeout(min(self._settings.away_s, ANSWER_S)):
-                answer = await self._ask(report._replace(table=self._table))
+            answer = await self._send(report._replace(table=self._table))
         except (Exception, asyncio.CancelledError) as error:
             # The service is away, or restarts; Ray Serve logs its exceptions there, with their stack.
             if cancellation.is_own():

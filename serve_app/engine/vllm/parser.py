@@ -158,7 +158,8 @@ def answer(
         `mistakes`, the first mistake of each config or None; `names` and `options` of the command line, or
         `error`, its first mistake.
     """
-    mistakes = [_mistake(options) for options in configs]
+    parser = OptionParser()
+    mistakes = [_mistake(parser, options) for options in configs]
     try:
         names, found = OptionParser().read(words, own)
     except ValueError as error:
@@ -166,9 +167,9 @@ def answer(
     return {"mistakes": mistakes, "names": names, "options": found}
 
 
-def _mistake(options: Mapping[str, Any]) -> str | None:
+def _mistake(parser: OptionParser, options: Mapping[str, Any]) -> str | None:
     try:
-        OptionParser().values(options)
+        parser.values(options)
     except ValueError as error:
         return str(error)
     return None

@@ -151,7 +151,7 @@ class FakeHub:
 
 @dataclass(frozen=True)
 class Served:
-    """What `saturate serve` makes of a model on a machine.
+    """The config that `saturate serve` makes of a model on a machine, with its summary.
 
     Attributes:
         text: The config.
@@ -270,7 +270,7 @@ def generated(name: str, on: Machine, hub: Hub, *settings: str, build: str | Non
 
 
 def served(model: Model, on: Machine, replicas: int | None = None, **options: Any) -> Served:
-    """Return what `saturate serve` makes of a model on a machine.
+    """Return the config that `saturate serve` makes of a model on a machine, with its summary.
 
     Args:
         model: The model.
