@@ -150,7 +150,7 @@ def test_links_on_the_package_index_lead_to_the_files_of_the_version() -> None:
     assert picture.startswith("https://host/saturate/raw/")
 
 
-def test_the_plot_of_the_landing_page_has_the_figures_of_the_benchmarks() -> None:
+def test_the_plot_of_the_h100_has_the_figures_of_its_table() -> None:
     table = re.findall(
         r"^\| (\d+) \| ([\d,]+) / ([\d,]+) \| ([\d.]+) \|", read("tests/benchmarks/README.md"), re.M
     )
