@@ -82,10 +82,11 @@ FEATURES = {
     "stages in turn": Feature(device={"async_scheduling": False}, kind=lambda kind: engine_of(Stages, kind)),
     "images": Feature(kind=lambda kind: engine_of(Images, kind), image=500),
     "large images": Feature(kind=lambda kind: engine_of(Images, kind), image=1500, rows=10),
+    # An image with its tokens fits the goal. A larger one waits until it may exceed it: vLLM 0.33 cuts none.
     "whole images": Feature(
         {"disable_chunked_mm_input": True},
         kind=lambda kind: engine_of(Images, kind),
-        image=500,
+        image=200,
     ),
 }
 
