@@ -38,7 +38,7 @@ LOST_S = 1.0
 UNCHARGED_S = 3.0
 """Seconds of a killed Engine that its quotas or its rows may miss, and some for the look at them."""
 
-FAULTS_S = 600.0
+FAULTS_S = 180.0
 """Length of the long run of faults."""
 
 HANDLE = """
@@ -418,7 +418,7 @@ async def test_ledger_answers_quotas_and_metrics_agree_through_the_death_of_a_re
 
 
 @pytest.mark.long
-@pytest.mark.timeout(6 * FAULTS_S)
+@pytest.mark.timeout(12 * FAULTS_S)
 async def test_the_ledger_is_what_vllm_counts_through_minutes_of_faults(pair: Service) -> None:
     faults = [
         (ENGINE, signal.SIGKILL),
