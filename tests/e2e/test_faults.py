@@ -14,7 +14,7 @@ from tests.e2e.service import Service
 
 pytestmark = pytest.mark.long
 
-TIMES = 5
+TIMES = 2
 """How often each fault is injected."""
 
 ENGINE = "ServeReplica:llm:Engine:demo"

@@ -14,7 +14,7 @@ from tests.e2e.nodes import Nodes
 from tests.e2e.service import Service
 from tests.e2e.services import local, use_exact_arithmetic
 
-TIMES = 5
+TIMES = 2
 
 pytestmark = pytest.mark.long
 

@@ -30,8 +30,7 @@ def workers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     assert service.processes() == []
 
 
-@pytest.mark.parametrize("time", range(3))
-async def test_clients_get_their_answers(time: int, workers: Service) -> None:
+async def test_clients_get_their_answers(workers: Service) -> None:
     await asyncio.to_thread(wait_until_whole, workers)
     found = await inject(workers, "VLLM::Worker", signal.SIGKILL)
     print(f"death of a worker: recovered in {found.recovered_s:.1f} s; {found.load.summary()}", flush=True)
