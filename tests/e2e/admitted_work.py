@@ -70,7 +70,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "tokenize: huge": ("/tokenize", {"prompt": "x" * (4 << 20)}),
     "chat: huge": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * (4 << 20)}]}),
     "detokenize": ("/detokenize", {"tokens": [70] * 20}),
-    "detokenize: long": ("/detokenize", {"tokens": [70] * (CONTEXT + 1)}),
+    "detokenize: long": ("/detokenize", {"tokens": [70] * (CONTEXT + 200)}),
     "generate": ("/generate", {"prompts": [ASK] * 3}),
     "generate: chats": ("/generate", {"messages": [CHAT] * 3}),
 }

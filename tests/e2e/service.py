@@ -172,7 +172,7 @@ class Service:
 
     def deploy(self, config: dict[str, Any]) -> None:
         """Deploy another config, as `serve deploy` does; return when the change has begun."""
-        self.status()
+        wait_until(lambda: bool(self._dashboard.applications()), news=self.news())
         token = os.environ.get("RAY_AUTH_TOKEN") or token_file().read_text().strip()
         headers = {"authorization": f"Bearer {token}"}
         httpx.put(self._dashboard.url, json=config, headers=headers, timeout=ANSWER_S).raise_for_status()

@@ -114,15 +114,17 @@ def complete(service: Service, model: str, prompt: str) -> httpx.Response:
     )
 
 
+TRIAL = "gives numbers that are not finite (NaN): a trial request with it failed"
+
 HARMFUL: dict[str, tuple[dict[str, Any], str]] = {
-    "one NaN": ({"change": with_value(float("nan"))}, "up_proj.lora_B.weight has values that are not finite"),
-    "one infinity": ({"change": with_value(float("inf"))}, "values that are not finite"),
-    "one huge": ({"change": with_value(3e38)}, "model.layers.2.mlp.up_proj too much"),
+    "one NaN": ({"change": with_value(float("nan"))}, TRIAL),
+    "one infinity": ({"change": with_value(float("inf"))}, TRIAL),
+    "one huge": ({"change": with_value(3e38)}, TRIAL),
     "all huge": (
         {"change": lambda tensors: {name: 1e18 * tensor for name, tensor in tensors.items()}},
-        "too much: its matrices have the norms",
+        TRIAL,
     ),
-    "too large for the engine": ({"change": amplified(9e5)}, "a trial request with it failed"),
+    "too large for the engine": ({"change": amplified(9e5)}, TRIAL),
     "another prefix": (
         {"change": renamed("base_model.model.", "base_model.model.language_model.")},
         "no place for: base_model.model.language_model.model.layers.0",
@@ -131,10 +133,10 @@ HARMFUL: dict[str, tuple[dict[str, Any], str]] = {
         {"change": renamed("model.layers.1.mlp", "model.layer.1.mlp")},
         "no place for: base_model.model.model.layer.1.mlp.down_proj.lora_A.weight",
     ),
-    "alpha NaN": ({"text": "NaN"}, "is a finite number, not nan"),
-    "alpha infinite": ({"text": "Infinity"}, "not inf"),
-    "alpha beyond floats": ({"text": "1e999"}, "not inf"),
-    "alpha huge": ({"text": "1e30"}, "scales the matrices by 1.25e+29"),
+    "alpha NaN": ({"text": "NaN"}, TRIAL),
+    "alpha infinite": ({"text": "Infinity"}, TRIAL),
+    "alpha beyond floats": ({"text": "1e999"}, TRIAL),
+    "alpha huge": ({"text": "1e30"}, TRIAL),
 }
 
 

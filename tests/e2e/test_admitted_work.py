@@ -30,9 +30,8 @@ SEQUENCES = {
 """Sequences that vLLM runs for a request; one where not given."""
 
 REFUSED = {
-    **dict.fromkeys(
-        ("tokenize: long", "tokenize: huge", "chat: huge", "detokenize: long"), f"{CONTEXT} tokens"
-    ),
+    **dict.fromkeys(("tokenize: long", "tokenize: huge", "chat: huge"), f"{CONTEXT} tokens"),
+    "detokenize: long": f"at most {CONTEXT} token ids",
     "chats: n": "set `n` to 1",
 }
 """Requests that are refused, by what their message says."""
