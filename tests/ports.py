@@ -3,6 +3,7 @@
 import os
 import random
 import socket
+from collections.abc import Sequence
 
 FIRST, LAST = 24_000, 31_999
 """Ports for the tests: below those that Linux gives to connections, beside those of Ray and of `PORTS`."""
@@ -13,10 +14,10 @@ WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 
 _given: set[int] = set()
 
 
-def free_port() -> int:
+def free_port(among: Sequence[int] = range(FIRST + WORKER, LAST + 1, 2)) -> int:
     """Return a port that nothing listens on, and that nothing but another run of tests takes meanwhile."""
     while True:
-        port = random.randrange(FIRST + WORKER, LAST + 1, 2)
+        port = random.choice(among)
         if port not in _given and _is_free(port):
             _given.add(port)
             return port

@@ -8,8 +8,11 @@ import httpx
 from serve_app.api.protocol import JSON
 from serve_app.system.private_files import token_file
 
-DASHBOARDS = [f"http://127.0.0.1:{port}/api/serve/applications/" for port in range(8265, 8275)]
-"""Possible URLs of the dashboard, which takes the first free port in this range."""
+DASHBOARD_PORTS = range(8265, 8275)
+"""Ports of the dashboard, which takes the first free one."""
+
+DASHBOARDS = [f"http://127.0.0.1:{port}/api/serve/applications/" for port in DASHBOARD_PORTS]
+"""Possible URLs of the dashboard."""
 
 KEPT = ("proxy_location", "http_options", "grpc_options", "target_capacity")
 """Parts of a config, beside the applications, that a PUT without them resets to their defaults."""

@@ -18,6 +18,7 @@ import click
 import psutil
 
 from serve_app.api.protocol import JSON
+from serve_app.cli.dashboard import DASHBOARD_PORTS
 from serve_app.cli.errors import ConfigError, LaunchError
 from serve_app.cli.runs import MARK, RunningService, find_runs
 from serve_app.ingress.haproxy import (
@@ -65,9 +66,6 @@ SHARED_LEAST, SHARED_FOR_NCCL = 2 * GIB, GIB
 
 PROCESSES = 2 * GIB
 """Bytes of Ray, Serve, an Ingress replica and an engine, without weights and KV cache."""
-
-DASHBOARD = range(8265, 8275)
-"""Possible ports of Ray's dashboard, which takes the first free port; `saturate serve` tries them all."""
 
 ENGINE = "VLLM::"
 """Beginning of the name of an engine's process."""
@@ -587,8 +585,8 @@ def check_ports(case: Case) -> Iterator[Finding]:
         named = ", ".join(f"{one.name} (pid {one.pid})" for one in holders) or "a process of another user"
         cause = named if holders or "in use" in reason else reason
         yield _problem(f"{what} can't be used: {cause}", f"end that program, or set {setting}")
-    if all(case.machine.port_refusal("127.0.0.1", port) for port in DASHBOARD):
-        text = f"all ports from {DASHBOARD[0]} to {DASHBOARD[-1]}, for Ray's dashboard, are taken"
+    if all(case.machine.port_refusal("127.0.0.1", port) for port in DASHBOARD_PORTS):
+        text = f"all ports from {DASHBOARD_PORTS[0]} to {DASHBOARD_PORTS[-1]}, for Ray's dashboard, are taken"
         yield _problem(text, "end a program on one of these ports")
     yield _ok(f"{', '.join(port for _, _, port, _ in ports)} are free")
 

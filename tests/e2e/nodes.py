@@ -9,6 +9,7 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
+from serve_app.cli.dashboard import DASHBOARD_PORTS
 from serve_app.settings.environment import HOOK
 from tests.ports import free_port
 from tests.progress import run
@@ -38,7 +39,10 @@ class Nodes:
     def start_head(self, resources: dict[str, int]) -> None:
         """Start the node that has the cluster's state."""
         port = self.address.rpartition(":")[2]
-        self._start("head", ["--head", f"--port={port}", "--dashboard-host=127.0.0.1"], resources)
+        # Where another service has the first one, Ray starts no dashboard.
+        dashboard = free_port(DASHBOARD_PORTS)
+        ports = [f"--port={port}", f"--dashboard-port={dashboard}"]
+        self._start("head", ["--head", *ports, "--dashboard-host=127.0.0.1"], resources)
 
     def add(self, name: str, resources: dict[str, int]) -> None:
         """Add a node."""
