@@ -262,10 +262,9 @@ class BatchService:
 def _tell_end(running: asyncio.Task[None]) -> None:
     """Log why the runner has failed, if it has; `check` makes Ray Serve replace the replica."""
     if not running.cancelled() and (error := running.exception()) is not None:
-        causes: list[BaseException] = [one for one in _single(error) if isinstance(one, FencedError)] or [
-            error
-        ]
-        logger.error("batches: the runner has ended: %s", "; ".join(map(str, causes)))
+        # Several tasks may meet the same end at once.
+        causes = dict.fromkeys(str(one) for one in _single(error) if isinstance(one, FencedError))
+        logger.error("batches: the runner has ended: %s", "; ".join(causes) or error)
 
 
 def _single(error: BaseException) -> Iterator[BaseException]:
