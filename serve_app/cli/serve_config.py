@@ -13,7 +13,6 @@ from serve_app.auth.key_store import KeyStore
 from serve_app.cli.errors import ConfigError
 from serve_app.ingress import haproxy
 from serve_app.ingress.status import BATCHES, QUOTAS, engine_name
-from serve_app.settings.addresses import is_loopback
 from serve_app.settings.config_file import IMPORT_PATH, models_of
 from serve_app.settings.environment import DRAINING, HARD_STOP, OFFLINE, Variable
 from serve_app.settings.models import LLMSettings
@@ -119,8 +118,7 @@ def _check_gpus(app: ServeApplicationSchema, model: LLMSettings) -> None:
 
 def own_variables(config: ServeDeploySchema) -> Iterator[Variable]:
     """Yield the variables that depend on the config, for a Ray that `saturate serve` starts."""
-    if is_loopback(config.http_options.host):
-        yield DRAINING
+    yield DRAINING
     models = [model for app in config.applications for model in models_of({"args": app.args})]
     if models and all(map(_needs_no_download, models)):
         yield OFFLINE

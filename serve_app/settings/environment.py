@@ -163,8 +163,8 @@ DRAINING = Variable(
     "on one machine; Ray Serve's default is 30.",
 )
 OFFLINE = Variable("HF_HUB_OFFLINE", "1", "No downloads from Hugging Face, and no usage reports.")
-"""Further variables of a Ray that `saturate serve` starts: `DRAINING` for one machine, `OFFLINE` if no model
-needs a download."""
+"""Further variables of a Ray that `saturate serve` starts: `DRAINING`, as that Ray has one machine, and
+`OFFLINE` if no model needs a download."""
 
 
 def prepare_ray(environment: MutableMapping[str, str] = os.environ) -> None:
