@@ -13,7 +13,8 @@ BUILD ?= $(or $(INSTALLED),$(if $(shell nvidia-smi --list-gpus 2>/dev/null | gre
 # Local wheels, where a machine has them, hold the CPU build of torch; elsewhere uv knows where it is.
 # What pyproject.toml tells uv about packages is for the CPU build.
 LINKS := $(foreach link,$(PIP_FIND_LINKS),--find-links $(link))
-TORCH := $(if $(filter gpu,$(BUILD)),--no-config $(LINKS),$(or $(LINKS),--torch-backend=cpu))
+CPU_TORCH := $(or $(LINKS),--torch-backend=cpu)
+TORCH := $(if $(filter gpu,$(BUILD)),--no-config $(LINKS),$(CPU_TORCH))
 
 .PHONY: help install other-build lock serve reference test quick test-all pytest test-batcher tests lint format check-vllm bench bench-gpu mutants soak generate release clean
 
@@ -37,7 +38,7 @@ LOCK = $(BIN)/uv pip compile --quiet --python-platform linux --python-version 3.
 	--no-annotate --no-emit-find-links --custom-compile-command 'make lock' $(ARGS)
 
 lock: ## Resolve the packages of both builds into requirements/; ARGS=--upgrade, ARGS="--upgrade-package httpx".
-	$(LOCK) $(or $(LINKS),--torch-backend=cpu) --extra cpu --output-file requirements/cpu.txt
+	$(LOCK) $(CPU_TORCH) --extra cpu --output-file requirements/cpu.txt
 	$(LOCK) --no-config --extra gpu --output-file requirements/gpu.txt
 
 serve: install ## Serve CONFIG (configs/local.yaml) in the foreground; Ctrl-C stops it.

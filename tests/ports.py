@@ -3,7 +3,6 @@
 import os
 import random
 import socket
-from collections.abc import Sequence
 
 FIRST, LAST = 24_000, 31_999
 """Ports for the tests: below those that Linux gives to connections, beside those of Ray and of `PORTS`."""
@@ -14,16 +13,17 @@ WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 
 _given: set[int] = set()
 
 
-def free_port(among: Sequence[int] = range(FIRST + WORKER, LAST + 1, 2)) -> int:
+def free_port() -> int:
     """Return a port that nothing listens on, and that nothing but another run of tests takes meanwhile."""
     while True:
-        port = random.choice(among)
-        if port not in _given and _is_free(port):
+        port = random.randrange(FIRST + WORKER, LAST + 1, 2)
+        if port not in _given and is_free(port):
             _given.add(port)
             return port
 
 
-def _is_free(port: int) -> bool:
+def is_free(port: int) -> bool:
+    """Return whether nothing listens on a port."""
     with socket.socket() as probe:
         try:
             # On all interfaces: a server that listens on one of them has the port.

@@ -117,7 +117,7 @@ def _check_gpus(app: ServeApplicationSchema, model: LLMSettings) -> None:
 
 
 def own_variables(config: ServeDeploySchema) -> Iterator[Variable]:
-    """Yield the variables that depend on the config, for a Ray that `saturate serve` starts."""
+    """Yield the variables that a Ray has which `saturate serve` starts for a config."""
     yield DRAINING
     models = [model for app in config.applications for model in models_of({"args": app.args})]
     if models and all(map(_needs_no_download, models)):

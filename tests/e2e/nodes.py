@@ -11,7 +11,7 @@ from pathlib import Path
 
 from serve_app.cli.dashboard import DASHBOARD_PORTS
 from serve_app.settings.environment import HOOK
-from tests.ports import free_port
+from tests.ports import free_port, is_free
 from tests.progress import run
 
 NODE = "SATURATE_TEST_NODE"
@@ -39,8 +39,8 @@ class Nodes:
     def start_head(self, resources: dict[str, int]) -> None:
         """Start the node that has the cluster's state."""
         port = self.address.rpartition(":")[2]
-        # Where another service has the first one, Ray starts no dashboard.
-        dashboard = free_port(DASHBOARD_PORTS)
+        # Ray starts no dashboard where another service has the first port.
+        dashboard = next(filter(is_free, DASHBOARD_PORTS))
         ports = [f"--port={port}", f"--dashboard-port={dashboard}"]
         self._start("head", ["--head", *ports, "--dashboard-host=127.0.0.1"], resources)
 

@@ -99,7 +99,7 @@ def test_ten_times_the_load_for_a_minute(device: Service) -> None:
 def flood(service: Service, seconds: float, follow: float, patience_s: float) -> JSON:
     """Send a flood to a service; return what it found, with the memory of the service before and at most."""
     port = int(service.url.rsplit(":", 1)[1])
-    # It waits for the process that compiles grammars, which loads vLLM after the service is ready.
+    # The answer waits for the process that compiles grammars, which loads vLLM after the service is ready.
     grammar = {"model": "demo", "prompt": "1+1", "max_tokens": 1, "structured_outputs": {"regex": "[0-9]"}}
     httpx.post(f"{service.url}/v1/completions", json=grammar, timeout=ANSWER_S).raise_for_status()
     before = peak = memory_mib(service)

@@ -161,7 +161,7 @@ def answer(
     parser = OptionParser()
     mistakes = [_mistake(parser, options) for options in configs]
     try:
-        names, found = OptionParser().read(words, own)
+        names, found = parser.read(words, own)
     except ValueError as error:
         return {"mistakes": mistakes, "error": str(error)}
     return {"mistakes": mistakes, "names": names, "options": found}

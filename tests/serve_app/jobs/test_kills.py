@@ -235,7 +235,7 @@ class Schedule:
             for name, text in self.plan.texts.items():
                 self._check_batch(store, content, store.batch(name), text)
             delete_noted(store, content)
-            assert ids_on_disk(content) == known_contents(store, "anna", "ben")
+            assert ids_on_disk(content) == known_contents(store)
         finally:
             store.close()
         repeated = sum(count - 1 for count in self.engine.final.values())

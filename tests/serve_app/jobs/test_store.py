@@ -92,7 +92,7 @@ def test_the_oldest_ended_batches_of_a_tenant_make_space_for_new_ones(store: Sto
     assert [set(ids) for ids in found] == [{"file-a-out", "file-a-err"}, {"file-b-err"}, set()]
     assert {batch.id for batch in store.batches("anna").items} == {"open", "c", "d", "e"}
     assert [batch.id for batch in store.batches("ben").items] == ["ben"]
-    assert {"file-a-out", "file-b-err"}.isdisjoint(known_contents(store, "anna", "ben"))
+    assert {"file-a-out", "file-b-err"}.isdisjoint(known_contents(store))
 
 
 def test_a_batch_takes_the_ways_of_the_table_only(store: Store) -> None:
@@ -140,13 +140,13 @@ def test_the_results_of_a_batch_that_ended_are_files(store: Store) -> None:
     store.move("b", "in_progress", NOW, total=1)
     store.record({"b": [result(1)]})
     store.move("b", "finalizing", NOW)
-    assert {"file-b-out", "file-b-err"} <= known_contents(store, "anna", "ben")
+    assert {"file-b-out", "file-b-err"} <= known_contents(store)
     assert [file.id for file in store.files("anna").items] == ["in"]
     store.end("b", "completed", NOW + 5)
     file = store.file("anna", "file-b-out")
     size = len(result(1).text)
     assert (file.bytes, file.purpose, file.expires_at) == (size, "batch_output", NOW + 5 + DAY_S)
-    assert known_contents(store, "anna", "ben") == {"in", "file-b-out"}
+    assert known_contents(store) == {"in", "file-b-out"}
 
 
 def test_results_of_ended_batches_are_removed_in_parts(store: Store) -> None:
