@@ -3,10 +3,9 @@
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.util import find_spec
 from ipaddress import ip_address
 from typing import Any, NamedTuple, Self, TypeVar
@@ -19,6 +18,7 @@ from pydantic_core import from_json
 
 from serve_app.api.protocol import JSON
 from serve_app.stats import ServiceHealth, ServiceStats
+from serve_app.system.http_transport import AiohttpTransport
 
 CONNECT_S, ANSWER_S = 5.0, 10.0
 """Seconds to get a connection, and the longest silence: replicas have 5 s for their statistics."""
@@ -322,22 +322,10 @@ class Client(_Address):
         self.close()
 
 
-POOL_CALLS = 16
-"""Calls at once over one pool of connections: httpx's work per call grows with the square of their number."""
-
-
-@dataclass(slots=True)
-class _Pool:
-    """A pool of connections, and the number of calls that use it."""
-
-    http: httpx.AsyncClient
-    calls: int = 0
-
-
 class AsyncClient(_Address):
     """A service behind a URL; an asynchronous context manager. See `Client`.
 
-    The CPU of a call does not grow with the calls at once, whose number the caller bounds.
+    The caller bounds the number of calls at once. The CPU of a call grows with them only behind a proxy.
     """
 
     def __init__(
@@ -351,16 +339,17 @@ class AsyncClient(_Address):
     ) -> None:
         super().__init__(url, api_key, timeout)
         self._sleep = sleep
-        self._pool = partial(
-            httpx.AsyncClient,
+        options = connection(self.url)
+        if transport is None and not (options["trust_env"] and getproxies().keys() - {"no"}):
+            transport = AiohttpTransport(options["verify"])
+        self._http = httpx.AsyncClient(
             base_url=self.url,
             headers=self.headers,
             timeout=self.timeout,
+            limits=httpx.Limits(max_connections=None),
             transport=transport,
-            # All pools share the certificates, which take 20 ms to read.
-            **connection(self.url),
+            **options,
         )
-        self._pools: list[_Pool] = []
 
     async def stats(self, **options: Any) -> ServiceStats:
         """Return the statistics; see `Client.stats`.
@@ -399,28 +388,15 @@ class AsyncClient(_Address):
 
     async def request(self, method: str, path: str, **content: Any) -> httpx.Response:
         """Return the answer to a request, whatever its status; raise an httpx.HTTPError if there is none."""
-        async with self.stream(method, path, **content) as response:
-            await response.aread()
-        return response
+        return await self._http.request(method, path, **content)
 
-    @asynccontextmanager
-    async def stream(self, method: str, path: str, **content: Any) -> AsyncIterator[httpx.Response]:
-        """Yield the answer to a request as it comes; see `request`."""
-        pool = next((pool for pool in self._pools if pool.calls < POOL_CALLS), None)
-        if pool is None:
-            pool = _Pool(self._pool())
-            self._pools.append(pool)
-        pool.calls += 1
-        try:
-            async with pool.http.stream(method, path, **content) as response:
-                yield response
-        finally:
-            pool.calls -= 1
+    def stream(self, method: str, path: str, **content: Any) -> AbstractAsyncContextManager[httpx.Response]:
+        """Return a context with the answer to a request as it comes; see `request`."""
+        return self._http.stream(method, path, **content)
 
     async def close(self) -> None:
         """Close the connections."""
-        for pool in self._pools:
-            await pool.http.aclose()
+        await self._http.aclose()
 
     async def __aenter__(self) -> Self:
         return self

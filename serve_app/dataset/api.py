@@ -366,7 +366,8 @@ def timeouts(options: SimpleNamespace) -> httpx.Timeout:
         connect=options.connect_timeout,
         read=options.read_timeout,
         write=options.write_timeout,
-        pool=options.pool_timeout,
+        # The number of connections has no bound of its own.
+        pool=None,
     )
 
 

@@ -183,7 +183,6 @@ TIMEOUTS = (
         "without a byte from the service; it sends one every 5 s while a row waits or runs.",
     ),
     ("write", 30, "to send a row."),
-    ("pool", 10, "for a free connection."),
 )
 
 GROUPS: dict[str, list[click.Parameter]] = {

@@ -14,7 +14,7 @@ from serve_app.stats import ReplicaStats
 
 STATS_TIMEOUT_S = 10.0
 
-TIMEOUT = httpx.Timeout(connect=60.0, read=600.0, write=30.0, pool=10.0)
+TIMEOUT = httpx.Timeout(connect=60.0, read=600.0, write=30.0, pool=None)
 
 HEADERS = {"content-type": "application/json", KEEP_ALIVE: "1"}
 """With `KEEP_ALIVE` the service sends bytes while a call waits: the read timeout bounds its silence only."""
@@ -27,8 +27,7 @@ class HTTPClient:
         url: Base URL of the service; `/v1` at its end is left out.
         model: Model whose statistics are read; None: the first model.
         api_key: Sent as a bearer token.
-        timeout: Seconds to connect, read, write, and to get a connection. A call that waits or runs gets a
-            byte every 5 s.
+        timeout: Seconds to connect, read and write. A call that waits or runs gets a byte every 5 s.
         transport: Another transport, for tests.
 
     Raises:

@@ -69,12 +69,14 @@ async def test_a_service_on_this_machine_is_asked_without_a_proxy(
     await rows.close()
 
 
-def test_a_service_on_another_machine_is_asked_through_the_proxy(
+async def test_a_service_on_another_machine_is_asked_through_the_proxy(
     service: FakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", service.url)
     with Client("http://service.invalid") as client:
         assert client.stats().models == {}
+    async with AsyncClient("http://service.invalid") as other:
+        assert (await other.stats()).models == {}
 
 
 def test_a_proxy_that_needs_a_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ def test_the_options_of_the_batch_api_are_taken(
 ) -> None:
     monkeypatch.setenv("KEY", "none")
     assert batch(requests, "--url", url, "--quiet") == 0
-    options = [f"--{name}-timeout=7" for name in ("connect", "read", "write", "pool")]
+    options = [f"--{name}-timeout=7" for name in ("connect", "read", "write")]
     options += ["--api-key-env=KEY", "--window=2h", "--retries=7", "--overwrite", "--quiet"]
     assert batch(requests, "--url", url, *options) == 0
     assert made(url) == [2, 2]

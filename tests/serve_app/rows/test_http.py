@@ -148,7 +148,7 @@ async def test_an_error_after_the_answer_has_begun_says_whether_another_try_help
 
 MANY = 400
 COSTLIER = 4
-"""Times by which the CPU of a call may grow with the number of calls: with one pool it is 15."""
+"""Times by which the CPU of a call may grow with the number of calls: the pool of httpx has 15."""
 
 
 async def test_many_calls_at_once_cost_no_more_each_than_few() -> None:
