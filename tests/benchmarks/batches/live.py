@@ -9,7 +9,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -25,8 +25,8 @@ from tests.benchmarks.measuring import Row, Table, interleave, progress, ratios
 from tests.benchmarks.serve.loads import INPUT, Prompt, text
 from tests.benchmarks.serve.models import MODELS, about
 from tests.benchmarks.serve.running import Server
-from tests.benchmarks.serve.servers import saturate
-from tests.benchmarks.serve.ways import completion
+from tests.benchmarks.serve.servers import OFFLINE, offline, saturate
+from tests.benchmarks.serve.ways import at_once, completion
 
 COMPLETIONS: Literal["/v1/completions"] = "/v1/completions"
 ENDED = {"completed", "failed", "expired", "cancelled"}
@@ -44,8 +44,8 @@ RATE = 2.0
 """Live requests per second."""
 
 EPILOG = """\
-rate: a batch, and runs of `saturate batch` over HTTP with the same rows, in turns on one service without
-other traffic. The time of the batch is from its creation to `completed`.
+rate: a batch, and runs of `saturate batch` over HTTP with such rows, in turns on one service without other
+traffic, and `LLM.generate` in a process of its own. The time of the batch is from its upload to `completed`.
 
 beside: live streams alone, then beside a batch that does not end, then the batch alone, in each round, since
 a machine that others use changes within minutes. A p99 takes some hundreds of requests: --seconds times
@@ -137,9 +137,10 @@ def write_rows(
 
 
 def rate(options: argparse.Namespace, folder: Path) -> Table:
-    """Compare the rows per second of a batch with the command's, row by row."""
+    """Compare the rows per second of a batch, of the command, and of vLLM without a service."""
     numbers = iter(range(0, 1_000_000_000, options.rows))
-    with saturate(MODELS[options.model](folder), folder, batches=folder / "batches") as server:
+    model = MODELS[options.model](folder)
+    with saturate(model, folder, batches=folder / "batches") as server, offline(model, folder) as alone:
         api = API(server)
 
         def batch() -> float:
@@ -152,28 +153,38 @@ def rate(options: argparse.Namespace, folder: Path) -> Table:
                 raise RuntimeError(f"{done} of {options.rows} rows of {id} are completed")
             return float(options.rows / seconds)
 
-        def dataset(*pace: str) -> float:
+        def dataset() -> float:
             prompts, _ = write_rows(folder, next(numbers), options.rows, options.answer)
             out = folder / "out.jsonl"
             command = [sys.executable, "-m", "serve_app.cli", "batch", str(prompts), str(out), "--overwrite"]
             command += ["--quiet", "--url", f"http://127.0.0.1:{server.port}"]
             command += ["--max-tokens", str(options.answer)]
-            command += ["--min-tokens", str(options.answer), *pace]
+            command += ["--min-tokens", str(options.answer)]
             subprocess.run(command, check=True, timeout=LIMIT_S)
             told = json.loads((folder / "out.jsonl.report.json").read_text())["this_run"]
             return float(options.rows / told["elapsed_s"])
 
-        ways: dict[str, Callable[[], float]] = {"batch": batch, "rows": dataset}
+        def generate() -> float:
+            first = next(numbers)
+            rows = range(first, first + options.rows)
+            prompts = [Prompt(text(number, INPUT), options.answer) for number in rows]
+            (answer,) = at_once(alone, prompts).answers
+            return float(options.rows / (answer.ended_at - answer.sent_at))
+
+        ways = {OFFLINE: generate, "batch": batch, "saturate batch": dataset}
         found = interleave("rate", ways, options.rounds)
     return Table(
         f"{about(options.model)}, {options.rows} rows of 64 tokens in and {options.answer} out, no others; "
         "the batch from its upload to `completed`, the command from its first call to its last result.",
         [
-            Row("batch", "rows/s", found["batch"]),
-            Row("saturate batch", "rows/s", found["rows"]),
-            Row("saturate batch, 10 lists of 50 at once", "rows/s", found["lists"]),
-            Row("batch / lists", "x", ratios(found["batch"], found["lists"]), at_least=0.97),
-            Row("saturate batch / batch", "x", ratios(found["rows"], found["batch"]), at_least=0.97),
+            *(Row(way, "rows/s", rates) for way, rates in found.items()),
+            Row("batch / LLM.generate", "x", ratios(found["batch"], found[OFFLINE]), at_least=0.97),
+            Row(
+                "saturate batch / LLM.generate",
+                "x",
+                ratios(found["saturate batch"], found[OFFLINE]),
+                at_least=0.95,
+            ),
         ],
     )
 
