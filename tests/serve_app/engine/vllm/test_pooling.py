@@ -49,10 +49,18 @@ async def embedder(played: None) -> AsyncIterator[Application]:
         yield await Application(DEMO_MODEL, EMBED, convert="embed").start(stack)
 
 
+@pytest.fixture(scope="module")
+def scorer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model with one class. The first look of vLLM on a machine takes 5 to 12 s."""
+    source = str(make_classifier(tmp_path_factory.mktemp("models"), 1))
+    Application(source, CLASSIFY)
+    return source
+
+
 @pytest.fixture
-async def reranker(played: None, tmp_path: Path) -> AsyncIterator[Application]:
+async def reranker(played: None, scorer: str) -> AsyncIterator[Application]:
     async with AsyncExitStack() as stack:
-        yield await Application(str(make_classifier(tmp_path, 1)), CLASSIFY).start(stack)
+        yield await Application(scorer, CLASSIFY).start(stack)
 
 
 async def test_a_model_that_embeds_has_vectors_and_scores_and_each_text_is_a_record(
