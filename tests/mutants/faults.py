@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-_FOLDERS = ("ingress", "engine", "jobs", "quotas", "dataset", "settings", "api", "ledger", "auth", "models")
+_FOLDERS = ("ingress", "engine", "jobs", "rows", "quotas", "dataset", "settings", "api", "ledger", "auth")
 
 ROOMS = {
     "batcher": ("batcher/",),
-    **{room: (f"serve_app/{room}/",) for room in (*_FOLDERS, "cli", "system", "telemetry")},
-    "wire": ("serve_app/wire/",),
+    **{room: (f"serve_app/{room}/",) for room in (*_FOLDERS, "models", "cli", "system", "telemetry", "wire")},
 }
 """The folders of each room, with a slash at their ends."""
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.mutants.faults import Fault, at_random, find, put, read
+from tests.mutants.faults import ROOMS, Fault, at_random, find, put, read
 
 CODE = """class Queue:
     def take(self):
@@ -28,4 +28,6 @@ def test_a_fault_changes_one_place_of_its_function(tmp_path: Path) -> None:
 def test_the_list_of_faults_is_read_as_it_is_written() -> None:
     text = Path(__file__).with_name("faults.txt").read_text()
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
-    assert list(map(str, read(Path(__file__).with_name("faults.txt")))) == lines
+    faults = read(Path(__file__).with_name("faults.txt"))
+    assert list(map(str, faults)) == lines
+    assert all(fault.room in ROOMS for fault in faults)
