@@ -18,7 +18,6 @@ from pydantic_core import from_json
 
 from serve_app.api.protocol import JSON
 from serve_app.stats import ServiceHealth, ServiceStats
-from serve_app.system.http_transport import AiohttpTransport
 
 CONNECT_S, ANSWER_S = 5.0, 10.0
 """Seconds to get a connection, and the longest silence: replicas have 5 s for their statistics."""
@@ -341,6 +340,9 @@ class AsyncClient(_Address):
         self._sleep = sleep
         options = connection(self.url)
         if transport is None and not (options["trust_env"] and getproxies().keys() - {"no"}):
+            # Most commands need no asynchronous client, and aiohttp takes 0.1 s to import.
+            from serve_app.system.http_transport import AiohttpTransport
+
             transport = AiohttpTransport(options["verify"])
         self._http = httpx.AsyncClient(
             base_url=self.url,

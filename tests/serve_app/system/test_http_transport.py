@@ -111,33 +111,34 @@ async def test_an_answer_comes_as_it_is_sent() -> None:
         assert await anext(pieces) == b"b"
 
 
-async def test_a_connection_with_the_rest_of_an_answer_is_not_used_again() -> None:
-    connections: list[int] = []
+async def test_a_connection_is_used_again() -> None:
+    requests: list[int] = []
 
     async def serve(reader: Reader, writer: Writer) -> None:
-        connections.append(0)
+        requests.append(0)
         while await reader.readuntil(b"\r\n\r\n"):
-            connections[-1] += 1
+            requests[-1] += 1
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nab")
 
     async with listening(serve) as url, client(url) as http:
         await http.get("/")
         await http.get("/")
-        assert connections == [2]
-    never = asyncio.Event()
+    assert requests == [2]
 
-    async def half(reader: Reader, writer: Writer) -> None:
-        connections.append(0)
+
+async def test_a_connection_with_the_rest_of_an_answer_is_closed() -> None:
+    closed = asyncio.Event()
+
+    async def serve(reader: Reader, writer: Writer) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\na")
         await reader.read()
-        never.set()
+        closed.set()
 
-    async with listening(half) as url, client(url) as http:
+    async with listening(serve) as url, client(url) as http:
         async with http.stream("GET", "/"):
             pass
-        # The server sees the end of the connection.
-        await never.wait()
+        await closed.wait()
 
 
 async def nothing(reader: Reader, writer: Writer) -> None:
