@@ -141,9 +141,9 @@ async def test_requests_that_come_at_once_see_each_other() -> None:
 async def test_calls_without_a_charge_are_spread_by_their_number(three: Handle) -> None:
     """The replica refuses nonsense. A column of a dataset is an array, which has no truth value."""
     calls = [{"prompts": ["x"]}, {"prompts": np.array(["a", "b"])}, {}, {"prompts": 3}, None, "text"]
-    async with asyncio.timeout(LIMIT_S):
-        chosen = await asyncio.gather(*(three.send(call) for call in calls * 10))
-    assert max(chosen.count(name) for name in "abc") <= 25
+    chosen = [await three.send(call) for call in calls * 50]
+    # The better of two keeps them within a few calls; chance alone spreads 300 calls by 20.
+    assert max(chosen.count(name) for name in "abc") <= 104
     assert set(three.tokens.values()) == {0}
 
 
