@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import ssl
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, suppress
@@ -191,7 +192,12 @@ class _Address:
         """Return the error of a call without an answer."""
         # Timeouts and broken connections have no message.
         reason = str(error) or type(error).__name__
-        if isinstance(error, httpx.ConnectError):
+        tls = _tls_error(error)
+        if isinstance(tls, ssl.SSLCertVerificationError):
+            reason = f"its certificate is not trusted here ({reason}); SSL_CERT_FILE can name its authority's"
+        elif tls is not None:
+            reason = f"no TLS is spoken there ({reason}); is it http://?"
+        elif isinstance(error, httpx.ConnectError):
             reason = f"no service is there ({reason}); `saturate serve` starts one"
         elif isinstance(error, httpx.TimeoutException):
             connects = isinstance(error, httpx.ConnectTimeout)
@@ -427,6 +433,13 @@ def retry_after_s(response: httpx.Response) -> float | None:
     with suppress(ValueError):
         return max(0.0, float(response.headers.get("retry-after", "")))
     return None
+
+
+def _tls_error(error: BaseException | None) -> ssl.SSLError | None:
+    """Return the error of TLS behind an error of httpx; None: there is none."""
+    while error is not None and not isinstance(error, ssl.SSLError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def connection(url: str) -> dict[str, Any]:

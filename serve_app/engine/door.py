@@ -150,7 +150,7 @@ class Door:
             raise RequestError(400, "invalid_request_error", message)
 
     async def wait(self, job: Job) -> None:
-        """Return when a job that has entered may run.
+        """Return when a job that has entered may run. Whoever accounts for the job gives its slot back.
 
         Raises:
             RequestError: It can't be served, or its time is over.
@@ -169,9 +169,6 @@ class Door:
             job.admitted = True
         except BatcherError as error:
             raise refusal_of(error) from None
-        except BaseException as error:
-            slot.release(error)
-            raise
 
     async def further(self, job: Job, prompt_tokens: int, max_tokens: int) -> Slot:
         """Return the slot of one more prompt of a job once it has started. The caller holds `job.waiting`.

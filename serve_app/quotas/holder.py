@@ -216,7 +216,7 @@ class Reservation:
         began: Time of the reservation.
     """
 
-    __slots__ = ("_began", "_holder", "_parts", "_settled", "tokens")
+    __slots__ = ("_began", "_holder", "_parts", "tokens")
 
     def __init__(
         self, holder: "Holder", parts: Sequence[tuple[HeldCounter, HeldBlock, int]], tokens: int, began: float
@@ -224,7 +224,6 @@ class Reservation:
         self._holder = holder
         self._parts = parts
         self._began = began
-        self._settled = False
         self.tokens = tokens
 
     @property
@@ -233,15 +232,12 @@ class Reservation:
         return max((block.minute for _, block, _ in self._parts), default=ALWAYS)
 
     def settle(self, tokens: int, *, request: bool) -> None:
-        """Charge the use of the call, and give back the rest. A second call does nothing.
+        """Charge the use of the call, and give back the rest; called once.
 
         Args:
             tokens: Tokens of prompts and answers.
             request: Whether the call counts as a request: a refused call doesn't.
         """
-        if self._settled:
-            return
-        self._settled = True
         now = self._holder.clock()
         for one, block, amount in self._parts:
             one.hold_s += LATEST * (now - self._began - one.hold_s)

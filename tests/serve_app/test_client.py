@@ -1,10 +1,20 @@
 """The client of a service: base URLs, typed answers, retries, and a message for each way to fail."""
 
+import asyncio
+import ssl
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 
 from serve_app.client import AsyncClient, Backoff, Client, Retries, ServiceError, base_url
 from serve_app.rows.errors import RunError
@@ -93,6 +103,64 @@ def test_no_service() -> None:
     message = reason(Client(f"http://127.0.0.1:{free_port()}"))
     assert "no service is there" in message
     assert "`saturate serve` starts one" in message
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> Path:
+    """Return a file with a key and a certificate for 127.0.0.1, by nobody's authority."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "test")])
+    now = datetime.now(UTC)
+    made = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    file = tmp_path / "certificate.pem"
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    file.write_bytes(private + made.public_bytes(Encoding.PEM))
+    return file
+
+
+async def test_a_certificate_is_trusted_or_named_as_the_reason(
+    certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b'HTTP/1.1 200 OK\r\ncontent-length: 14\r\n\r\n{"models": {}}')
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context) as server:
+        url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        said = [await asyncio.to_thread(reason, Client(url))]
+        async with AsyncClient(url) as client:
+            with pytest.raises(ServiceError) as caught:
+                await client.stats()
+        said.append(caught.value.message)
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        async with AsyncClient(url) as client:
+            assert (await client.stats()).models == {}
+    for message in said:
+        assert message.startswith(f"{url}: its certificate is not trusted here (")
+        assert "CERTIFICATE_VERIFY_FAILED" in message
+        assert message.endswith("SSL_CERT_FILE can name its authority's")
+
+
+async def test_https_to_a_service_of_http_is_told(service: FakeService) -> None:
+    url = f"https://127.0.0.1:{service.port}"
+    said = [await asyncio.to_thread(reason, Client(url))]
+    async with AsyncClient(url) as client:
+        with pytest.raises(ServiceError) as caught:
+            await client.stats()
+    said.append(caught.value.message)
+    for message in said:
+        assert message.startswith(f"{url}: no TLS is spoken there (")
+        assert message.endswith("is it http://?")
 
 
 @pytest.mark.parametrize("url", ["ftp://host", ""])

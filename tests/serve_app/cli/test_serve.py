@@ -123,6 +123,14 @@ def test_the_demo_without_a_config_folder_is_that_of_the_folder(
     assert printed == yaml.safe_load((ROOT / "configs/local.yaml").read_text())
 
 
+def test_a_hub_that_is_away_is_one_line(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
+    monkeypatch.setattr("serve_app.models.hub.HuggingFaceHub", lambda: FakeHub({}, away=True))
+    said = run("Qwen/Qwen2.5-7B")
+    assert (said.exit_code, said.stdout) == (1, "")
+    assert said.stderr.startswith("Error: Qwen/Qwen2.5-7B: the hub can't be reached, ")
+    assert len(said.stderr.splitlines()) == 1
+
+
 def test_a_start_says_what_was_chosen(here: Path, texts: list[str]) -> None:
     said = run(str(here)).stderr
     assert f"model      {here}: qwen2, 15.2 GB of weights" in said

@@ -121,11 +121,23 @@ def test_a_refused_file_is_told_by_its_lines(
     assert batch(requests, "--url", url, "--quiet") == 0
 
 
-@pytest.mark.parametrize("text", [b"", b"\n\n", b"no json\n", b'{"prompt": "x"}\n'])
-def test_a_file_of_something_else_is_refused(text: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (b"", "has no rows"),
+        (b"\n\n", "has no rows"),
+        (b"no json\n", "first line is not a request"),
+        (b'{"prompt": "x"}\n', "first line is not a request"),
+        (b'{"url": 3}\n', "first line is not a request"),
+    ],
+)
+def test_a_file_of_something_else_is_refused(
+    text: bytes, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     requests = tmp_path / "in.jsonl"
     requests.write_bytes(text)
     assert batch(requests, "--url", "http://127.0.0.1:9") == 2
+    assert reason in capsys.readouterr().err
     assert batch(tmp_path / "none.jsonl") == 2
 
 

@@ -133,6 +133,13 @@ def test_a_file_of_somebody_else_is_refused(tmp_path: Path, existing: Any) -> No
     opened(path, existing="overwrite").close()
 
 
+def test_an_empty_file_is_nobodys(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.touch()
+    finish(path, 3, Life(None))
+    assert numbers(path) == [0, 1, 2]
+
+
 @pytest.mark.parametrize("existing", ["same", "overwrite"])
 def test_one_run_at_a_time(tmp_path: Path, existing: Any) -> None:
     output = opened(tmp_path / "out.jsonl")

@@ -345,6 +345,8 @@ async def test_new_grammars_of_a_tenant_go_one_by_one_and_hold_up_nobody() -> No
         await asyncio.gather(site.run(new_job(tenant="t")), site.run(new_job(body=grammar_body(0.5))))
         assert now() == pytest.approx(1.5, abs=0.01)
         await asyncio.gather(*slow)
+        # Each was checked while the one before it ran.
+        assert now() == pytest.approx(5.0 + 5.1 + 5.2 + 1.0, abs=0.01)
         # A grammar that is known waits for no other.
         again = start(site.run(new_job(body=grammar_body(9))))
         await blocked()

@@ -1,5 +1,6 @@
 """The span of a request in the Ingress, and the trace that goes on in the engine."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,12 @@ def test_a_folder_that_can_not_be_written_is_named(tmp_path: Path) -> None:
 def test_a_folder_with_two_slashes_is_no_folder_of_the_root() -> None:
     with pytest.raises(SettingsError, match=r"telemetry\.traces\.endpoint: .*file:///var/spans"):
         provider(TraceSettings(endpoint="file://var/spans"))
+
+
+def test_a_package_that_sending_spans_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    with pytest.raises(SettingsError, match="sending spans needs the extra traces"):
+        provider(TraceSettings(endpoint="http://127.0.0.1:4318/v1/traces"))
 
 
 @pytest.mark.parametrize("state", [b"what a client writes", b"a=b," * 3_000], ids=["wrong", "long"])
