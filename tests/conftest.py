@@ -19,8 +19,10 @@ settings.register_profile("short", max_examples=25, stateful_step_count=25, **UN
 settings.register_profile("long", max_examples=200, stateful_step_count=50, **UNTIMED)
 settings.load_profile("short")
 
-# Under nohup it is ignored, and all processes that the tests start would ignore it too.
+# Under nohup and in the background of a script they are ignored, and all processes that the tests start would
+# ignore them too.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHARED = ("tests/e2e/", "tests/serve_app/test_vllm_routes.py", "tests/serve_app/models/test_vllm_options.py")
 """The tests that share the service or `vllm_app`."""
