@@ -101,25 +101,24 @@ def read_text(
         yield from read_jsonl(stream, name, advance)
 
 
-def read_jsonl(stream: IO[bytes], name: str, advance: Advance, most: int = MAX_ROW) -> Values:
+def read_jsonl(stream: IO[bytes], name: str, advance: Advance) -> Values:
     """Read JSON objects, one a line; empty lines are skipped.
 
     Args:
         stream: The file.
         name: Its name, for messages.
         advance: Takes the bytes that were read.
-        most: Most bytes of a line.
 
     Raises:
         CorruptError: A line is no JSON object, or is too long.
     """
     number, first = 0, True
-    while line := stream.readline(most + 1):
+    while line := stream.readline(MAX_ROW + 1):
         number += 1
         advance(len(line))
         where = f"{name}, line {number}"
-        if len(line) > most:
-            raise CorruptError(f"{where}: longer than {most:,} bytes")
+        if len(line) > MAX_ROW:
+            raise CorruptError(f"{where}: longer than {MAX_ROW:,} bytes")
         text = line.removeprefix(BOM) if number == 1 else line
         if text.isspace() or not text:
             continue
@@ -134,16 +133,16 @@ def read_jsonl(stream: IO[bytes], name: str, advance: Advance, most: int = MAX_R
         first = False
 
 
-def _read_array(stream: io.BufferedReader, name: str, advance: Advance, most: int = MAX_ARRAY) -> Values:
+def _read_array(stream: io.BufferedReader, name: str, advance: Advance) -> Values:
     """Read a JSON array of objects.
 
     Raises:
         CorruptError: The text is no array of objects, or is too long.
     """
-    text = stream.read(most + 1)
+    text = stream.read(MAX_ARRAY + 1)
     advance(len(text))
-    if len(text) > most:
-        raise CorruptError(f"{name}: a JSON array of more than {most:,} bytes; write one object a line")
+    if len(text) > MAX_ARRAY:
+        raise CorruptError(f"{name}: a JSON array of more than {MAX_ARRAY:,} bytes; write one object a line")
     try:
         elements = from_json(text.removeprefix(BOM))
     except ValueError as error:
@@ -171,7 +170,6 @@ def read_csv(
     advance: Advance,
     separator: str | None = None,
     usual: str = ",",
-    most: int = MAX_FIELD,
 ) -> Values:
     """Read CSV with a header; every value is text.
 
@@ -181,15 +179,14 @@ def read_csv(
         advance: Takes the bytes that were read.
         separator: Separator of the columns; None: `usual`.
         usual: The usual separator.
-        most: Most characters of a field, and of a line.
 
     Raises:
         CorruptError: A record breaks the rules of quotes, isn't UTF-8, or has another number of values than
             the header. The header has a name twice, or another separator.
     """
     # A field without an end is kept in memory up to this length.
-    csv.field_size_limit(most)
-    reader = csv.reader(_lines(stream, name, advance, most), strict=True, delimiter=separator or usual)
+    csv.field_size_limit(MAX_FIELD)
+    reader = csv.reader(_lines(stream, name, advance), strict=True, delimiter=separator or usual)
     header: list[str] | None = None
     while True:
         where = f"{name}, line {reader.line_num + 1}"
@@ -214,14 +211,14 @@ def read_csv(
             yield dict(zip(header, values, strict=True))
 
 
-def _lines(stream: IO[bytes], name: str, advance: Advance, most: int) -> Iterator[str]:
+def _lines(stream: IO[bytes], name: str, advance: Advance) -> Iterator[str]:
     # Blocks are decoded with surrogates, so that the line that isn't UTF-8 can be named.
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
     number = 0
-    while line := text.readline(most + 1):
+    while line := text.readline(MAX_FIELD + 1):
         number += 1
-        if len(line) > most:
-            raise CorruptError(f"{name}, line {number}: longer than {most:,} characters")
+        if len(line) > MAX_FIELD:
+            raise CorruptError(f"{name}, line {number}: longer than {MAX_FIELD:,} characters")
         try:
             advance(len(line.encode()))
         except UnicodeEncodeError:

@@ -266,23 +266,20 @@ class Waker:
             logger.warning("%s was not woken: %r", model, error)
 
 
-async def deployment_stats(
-    name: str, handle: Any, running: Callable[[], Awaitable[int]], method: str = "stats"
-) -> JSON:
+async def deployment_stats(name: str, handle: Any, running: Callable[[], Awaitable[int]]) -> JSON:
     """Return the answer of one replica of a deployment, its statistics, or `error`: why there is none.
 
     Args:
         name: The deployment.
         handle: Its handle.
         running: Returns the number of its replicas.
-        method: The method that is called.
     """
     try:
         # Without a replica, a call would wait for one.
         if not await running():
             return {"error": f"the {name} deployment has no replica now"}
         async with asyncio.timeout(TIMEOUT_S):
-            found: JSON = await handle.options(method_name=method, _by_reference=False).remote()
+            found: JSON = await handle.options(method_name="stats", _by_reference=False).remote()
         return found
     except asyncio.CancelledError:
         if cancellation.is_own():

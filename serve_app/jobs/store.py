@@ -1,7 +1,6 @@
 """Durable state of files and batches. All queries are here."""
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from pathlib import Path
@@ -67,7 +66,6 @@ class Store:
 
     Args:
         where: A folder, for SQLite in it; or the URL of a database in PostgreSQL.
-        clock: Seconds since the Unix epoch.
 
     Attributes:
         epoch: The number of this ownership.
@@ -79,7 +77,7 @@ class Store:
         DatabaseError: The database fails.
     """
 
-    def __init__(self, where: Path | str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, where: Path | str) -> None:
         if isinstance(where, Path):
             contents, where = where / FOLDER, where / "batches.db"
             if not (where.exists() and where.stat().st_size) and any(contents.glob("*")):
@@ -87,7 +85,7 @@ class Store:
                     f"{where}: it is missing or empty, and {contents} has files; restore it from a backup, "
                     "or move the folder away to begin anew"
                 )
-        self._database = open_database(where, "batches", METADATA, VERSION, clock=clock, reach=reach)
+        self._database = open_database(where, "batches", METADATA, VERSION, reach=reach)
         self.epoch = self._database.epoch
 
     def close(self) -> None:

@@ -1,7 +1,6 @@
 """The Serve config of a service with one model on one machine."""
 
 import os
-from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -92,12 +91,11 @@ class ServeConfig:
         return render(document, self.head)
 
 
-def serve_config(service: ServiceParts, environment: Mapping[str, str] = os.environ) -> ServeConfig:
+def serve_config(service: ServiceParts) -> ServeConfig:
     """Return the config of a service; it shares no objects with the service.
 
     Args:
         service: The parts of the service.
-        environment: Environment variables of this machine.
     """
     # Without a copy, a value set in this config would change `ONE_PROCESS` in all later configs.
     service = deepcopy(service)
@@ -112,7 +110,7 @@ def serve_config(service: ServiceParts, environment: Mapping[str, str] = os.envi
         service.head,
         http={
             "host": Noted(
-                environment.get(HOST_VARIABLE) or (HOST if service.nodes == 1 else "0.0.0.0"),
+                os.environ.get(HOST_VARIABLE) or (HOST if service.nodes == 1 else "0.0.0.0"),
                 "127.0.0.1: only this machine can connect. A cluster of several machines needs 0.0.0.0.",
             ),
             "port": Noted(PORT),

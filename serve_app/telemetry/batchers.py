@@ -50,7 +50,6 @@ class BatcherMetrics:
         self._observed = batcher.observe()
         self._meters = meters
         self._tenants = tenants
-        self._used_s = 0.0
 
     def __call__(self) -> None:
         stats = self._batcher.stats

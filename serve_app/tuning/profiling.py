@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from datetime import datetime
 
 from serve_app.client import ServiceError
@@ -38,8 +38,6 @@ async def learn(
     service: Service,
     facts: ModelFacts,
     progress: Callable[[str], None] = lambda line: None,
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    seed: int | None = None,
 ) -> tuple[ModelFacts, SchedulerFigures]:
     """Return the facts about a model, and the figures of the engine that has learned from the most steps.
 
@@ -49,14 +47,12 @@ async def learn(
         service: The service.
         facts: Facts about the model.
         progress: Called with a line about each wave of requests.
-        sleep: Waits for a number of seconds.
-        seed: Seed of the prompts; None: another seed each time.
 
     Raises:
         ServiceError: A request fails, or the engine has not learned enough.
     """
     if not facts.in_flight:
-        facts = await _taught(service, facts, progress, sleep, random.Random(seed))
+        facts = await _taught(service, facts, progress)
     found = facts.scheduler
     if found is None:
         raise ServiceError(
@@ -75,8 +71,6 @@ async def _taught(
     service: Service,
     facts: ModelFacts,
     progress: Callable[[str], None],
-    sleep: Callable[[float], Awaitable[None]],
-    draw: random.Random,
 ) -> ModelFacts:
     """Send requests to an idle engine; return the facts after them."""
     sent, ends_at = 0, service.clock() + TEACHES_S
@@ -87,7 +81,7 @@ async def _taught(
         room = min(facts.max_model_len, facts.kv_tokens // count) - ANSWER - 1
         progress(f"{sent} requests sent, now {count} at once")
         asks = [
-            _request(facts.model, draw.choices(TOKENS, k=max(1, min(prompt, room)))) for _ in range(count)
+            _request(facts.model, random.choices(TOKENS, k=max(1, min(prompt, room)))) for _ in range(count)
         ]
         answers = [LoadAnswer(service.clock(), ANSWER) for _ in asks]
         try:
@@ -103,7 +97,7 @@ async def _taught(
         seen = await service.facts(facts.model)
         if seen.submitted >= facts.submitted + sent and not seen.in_flight:
             break
-        await sleep(LOOK_S)
+        await asyncio.sleep(LOOK_S)
     return seen
 
 
