@@ -344,11 +344,10 @@ class QuotaClient:
 
     async def _exchange(self) -> None:
         """Report once."""
-        waiting = self._waiting[:SLICE]
-        for one in waiting:
+        for one in self._waiting[:SLICE]:
             one.asked = True
         sent_at = self._monotonic()
-        report = self._holder.report([(one.limits, one.tokens) for one in waiting])
+        report = self._holder.report([(one.limits, one.tokens) for one in self._waiting])
         try:
             answer = await self._send(report._replace(table=self._table))
         except (Exception, asyncio.CancelledError) as error:

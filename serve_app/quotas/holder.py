@@ -314,14 +314,17 @@ class Holder:
         """Return the next report.
 
         Args:
-            waiting: The counters and the tokens of calls that wait, at most `SLICE`.
+            waiting: Counters and tokens of all calls that wait; the report asks for the first `SLICE`.
         """
         now = self.clock()
         self._number += 1
         needs: dict[HeldCounter, list[int]] = {}
-        for limits, tokens in waiting:
+        for place, (limits, tokens) in enumerate(waiting):
             for one in limits:
-                needs.setdefault(one, []).append(one.amount(tokens))
+                # A counter at rest may be forgotten, and the answer would not find it.
+                one.used_at = now
+                if place < SLICE:
+                    needs.setdefault(one, []).append(one.amount(tokens))
         self._sent = list(dict.fromkeys([*(one.subject for one in needs), *self._next()]))
         counters: list[CounterReport] = []
         keys = {}

@@ -215,6 +215,17 @@ async def test_concurrency_is_that_of_all_replicas_together() -> None:
 
 
 @virtual
+async def test_a_request_after_any_pause_finds_what_is_left() -> None:
+    """What nobody has used of late is forgotten here, and must not be while a request waits for it."""
+    fleet = Fleet(Quota(max_concurrency=10))
+    client = fleet.clients[0]
+    for pause in range(150, 300):
+        end(await client.reserve(TENANT, 10))
+        await asyncio.sleep(pause / 100)
+    fleet.stop()
+
+
+@virtual
 async def test_a_tenant_without_a_quota_reserves_nothing() -> None:
     fleet = Fleet(Quota(tokens_per_minute=1))
     assert await fleet.clients[0].reserve("other", 1_000_000) is None
