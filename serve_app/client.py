@@ -192,7 +192,7 @@ class _Address:
         """Return the error of a call without an answer."""
         # Timeouts and broken connections have no message.
         reason = str(error) or type(error).__name__
-        tls = _tls_error(error)
+        tls = _tls_error(error) if isinstance(error, httpx.ConnectError) else None
         if isinstance(tls, ssl.SSLCertVerificationError):
             reason = f"its certificate is not trusted here ({reason}); SSL_CERT_FILE can name its authority's"
         elif tls is not None:
@@ -436,7 +436,7 @@ def retry_after_s(response: httpx.Response) -> float | None:
 
 
 def _tls_error(error: BaseException | None) -> ssl.SSLError | None:
-    """Return the error of TLS behind an error of httpx; None: there is none."""
+    """Return the error of TLS behind a connection that failed; None: there is none."""
     while error is not None and not isinstance(error, ssl.SSLError):
         error = error.__cause__ or error.__context__
     return error

@@ -36,6 +36,15 @@ def reason(client: Client) -> str:
     return caught.value.message
 
 
+async def reasons(url: str) -> list[str]:
+    """Return the messages of both clients."""
+    said = [await asyncio.to_thread(reason, Client(url))]
+    async with AsyncClient(url) as client:
+        with pytest.raises(ServiceError) as caught:
+            await client.stats()
+    return [*said, caught.value.message]
+
+
 def test_statistics_and_health_are_typed(service: FakeService) -> None:
     asked: list[tuple[str, dict[str, str]]] = []
 
@@ -137,11 +146,7 @@ async def test_a_certificate_is_trusted_or_named_as_the_reason(
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context) as server:
         url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        said = [await asyncio.to_thread(reason, Client(url))]
-        async with AsyncClient(url) as client:
-            with pytest.raises(ServiceError) as caught:
-                await client.stats()
-        said.append(caught.value.message)
+        said = await reasons(url)
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
         async with AsyncClient(url) as client:
             assert (await client.stats()).models == {}
@@ -153,12 +158,7 @@ async def test_a_certificate_is_trusted_or_named_as_the_reason(
 
 async def test_https_to_a_service_of_http_is_told(service: FakeService) -> None:
     url = f"https://127.0.0.1:{service.port}"
-    said = [await asyncio.to_thread(reason, Client(url))]
-    async with AsyncClient(url) as client:
-        with pytest.raises(ServiceError) as caught:
-            await client.stats()
-    said.append(caught.value.message)
-    for message in said:
+    for message in await reasons(url):
         assert message.startswith(f"{url}: no TLS is spoken there (")
         assert message.endswith("is it http://?")
 

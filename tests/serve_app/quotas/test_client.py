@@ -216,7 +216,7 @@ async def test_concurrency_is_that_of_all_replicas_together() -> None:
 
 @virtual
 async def test_a_request_after_any_pause_finds_what_is_left() -> None:
-    """What nobody has used of late is forgotten here, and must not be while a request waits for it."""
+    """A client forgets counters without use of late, but no counter that a request waits for."""
     fleet = Fleet(Quota(max_concurrency=10))
     client = fleet.clients[0]
     for pause in range(150, 300):
